@@ -25,6 +25,7 @@ from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     PRODUCTS,
     RESHAPING,
+    SELECTING,
     Dependence,
     Unreadable,
     Value,
@@ -61,7 +62,7 @@ _TAKEN = operations(
 )
 """Operations that are linear once their selection is fixed, and through which a loss is not read otherwise."""
 
-_WEIGHING = operations("Mul Div Where MaskedFill Index Gather TakeAlongDim")
+_WEIGHING = SELECTING | operations("Mul Div Where MaskedFill Gather Take TakeAlongDim")
 _SUMMING = operations("Sum Mean Nansum Cumsum")
 
 INVERTIBLE: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -259,9 +260,9 @@ class Bounds:
         endless = torch.inf
         return cls(low.nan_to_num_(-endless, endless, -endless), high.nan_to_num_(endless, endless, -endless))
 
-    def alike(self, dim: int) -> "Bounds":
-        """Return the common bounds of numbers that are equal along a dimension."""
-        return Bounds(self.low.amax(dim, keepdim=True), self.high.amin(dim, keepdim=True))
+    def alike(self, dims: Sequence[int]) -> "Bounds":
+        """Return the common bounds of numbers that are equal along some dimensions."""
+        return Bounds(self.low.amax(dims, keepdim=True), self.high.amin(dims, keepdim=True)) if dims else self
 
     def minus(self, values: Tensor) -> "Bounds":
         """Return the bounds of the differences from values, in float32 at least."""
@@ -561,7 +562,7 @@ class AffineChains:
         def combine(node: Node, found: list[int]) -> int:
             """Return -1 where the part does not arrive, 0 unchanged, 1 weighted, 2 weighted and then summed."""
             name, state = operation(node), max(found, default=-1)
-            if state >= 0 and (name in _PRODUCTS or (name in _SUMMING and state)):
+            if state >= 0 and (name in _PRODUCTS | {"Dot"} or (name in _SUMMING and state)):
                 return 2
             weighs = not state and name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
             return 1 if weighs else state

@@ -358,7 +358,7 @@ class SharedValues:
             are_alike: Whether all samples have the same sum. The first such batch, like one of a single sample, is
                 accepted: it does not determine the weights.
         """
-        before = self._mixtures.get(key)
+        before = (self._mixtures | self._new_mixtures).get(key)  # a loop over samples has a sum for each
         if self.strict:
             mixture = replace(mixture, constants=mixture.constants[:, :1])
         if before is not None and len(before.constants.T) != len(mixture.constants.T):
@@ -690,14 +690,19 @@ class LossConstants:
             for number, part in enumerate(self._parts[end])
         ]
         sums, counted = [*self._sums, *summands], Counter[Hashable]()
-        of_each, alone = Counter(place for place, _, _ in sums), defaultdict[Hashable, list[Bounds]](list)
+        of_each, in_loops = (
+            Counter(place for place, _, _ in sums),
+            defaultdict[Hashable, list[tuple[Value, Bounds]]](list),
+        )
         for place, value, bounds in sums:
             among, counted[place] = (of_each[place], counted[place]), counted[place] + 1
             if value in self._mixed and self._outputs.batch_size > 1:
                 continue
             sizes, shape, places = bounds.sizes, value.shape, _places_of_rows(value, self._outputs)
-            if not shape:  # the value of one sample, in a loop over samples
-                alone[place].append(bounds)
+            if not shape or of_each[place] > 1:  # a loop over samples has a value for each
+                narrow = bounds.alike([dim for dim, size in enumerate(sizes) if size == 1])
+                in_loops[place, narrow.low.shape].append((value, narrow))
+            if not shape:
                 continue
             keys = {dim: ("added", place, shape[:dim], shape[dim + 1 :]) for dim in places}
             alike = next((dim for dim in places if sizes[dim] == 1), None)
@@ -705,19 +710,28 @@ class LossConstants:
                 yield from (SharedValue(key, math.nan, seen="each", among=among) for key in keys.values())
                 continue
             seen = "several" if _are_of_several(bounds, alike) else "one"
-            bounds = bounds.alike(alike)
-            low, high = bounds.low.max(), bounds.high.min()
-            bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
-            constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
+            constant, bounds = as_number(bounds.alike([alike]))
             yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen, among=among)
-        for place, each in alone.items():
-            low, high = max(float(one.low) for one in each), min(float(one.high) for one in each)
-            if low > high or not math.isfinite(low + high):
-                yield SharedValue(("added", place, "alone"), math.nan, seen="each")
-                continue
-            bounds = Bounds(*torch.tensor((low, high), dtype=torch.float64, device="cpu"))
-            seen = "several" if len(each) > 1 else "one"
-            yield SharedValue(("added", place, "alone"), (low + high) / 2, lambda: True, bounds, seen=seen)
+        for (place, shape), found in in_loops.items():
+            yield from self._added_in_loop(("added", place, "alone", shape), found)
+
+    def _added_in_loop(self, key: Hashable, found: Sequence[tuple[Value, Bounds]]) -> Iterator[SharedValue]:
+        """Yield the constant that operations add to one value after the other, as a loop over samples does."""
+        values, bounds = [value for value, _ in found], found[0][1]
+        for _, other in found[1:]:
+            if not bounds.meets(other):
+                yield SharedValue(key, math.nan, seen="each")
+                return
+            bounds = bounds.within(other)
+        if values[0].shape and len(found) == 1:
+            return
+        if not bool(bounds.are_known.any()):
+            yield SharedValue(key, math.nan, seen="each")
+            return
+        seen = "several" if len(found) >= (_MANY_SAMPLES if bounds.are_whole else 2) else "one"
+        is_shared = functools.partial(_is_of_several, self._outputs, [value.node for value in values])
+        constant, bounds = as_number(bounds)
+        yield SharedValue(key, constant, is_shared if values[0].shape else lambda: True, bounds, seen=seen)
 
     def given(self) -> Iterator[SharedValue]:
         """Yield the gradients that were passed to backward, without all 1 (a sum) and all 1/n (a mean)."""
@@ -1040,10 +1054,10 @@ def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
 
 def _are_of_several(bounds: Bounds, dim: int) -> bool:
     """Tell whether equal numbers along a dimension are known for enough samples to be equal not just by chance."""
-    known, alike = bounds.are_known, bounds.alike(dim)
+    known, alike = bounds.are_known, bounds.alike([dim])
     for other in range(known.dim()):
         if other != dim and alike.sizes[other] == 1:
-            known, alike = known.any(other, keepdim=True), alike.alike(other)
+            known, alike = known.any(other, keepdim=True), alike.alike([other])
     is_whole = (alike.middle - alike.middle.round()).abs() <= alike.rounding
     return bool((known.sum(dim, keepdim=True) >= torch.where(is_whole, _MANY_SAMPLES, 2)).any())
 
