@@ -638,7 +638,7 @@ def test_a_statistic_that_each_sample_weighs_and_sums_by_its_own_numbers_is_refu
 def test_each_samples_own_targets_in_a_loop_are_taken():
     clipper = clipper_of()
     for number, size in enumerate((5, 4, 1, 6)):
-        step(clipper, lambda c, out, b: sum((o - y).square().sum() for o, y in zip(out, b.y)) / len(out),
+        step(clipper, lambda c, out, b: sum((o - y).square().sum() for o, y in zip(out, b.y, strict=True)) / len(out),
              Batch(size, number))  # fmt: skip
 
 

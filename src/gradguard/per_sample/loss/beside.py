@@ -21,11 +21,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.loss_graph import (
-    JOINING,
-    LABELLED,
-    PRODUCTS,
-    RESHAPING,
-    SELECTING,
     Dependence,
     Unreadable,
     Value,
@@ -34,36 +29,29 @@ from gradguard.per_sample.loss.loss_graph import (
     input_of,
     is_linear,
     operation,
-    operations,
     parents,
     saved,
     shape_of,
     signed,
     walk,
 )
+from gradguard.per_sample.loss.operation_table import (
+    ADDITIONS,
+    ADDS_UNSEEN,
+    ALL_PRODUCTS,
+    CHOOSING_ROWS,
+    JOINING,
+    LABELLED,
+    RESHAPING,
+    SCALINGS,
+    SUMMING,
+    operations,
+)
 from gradguard.torch_private import arguments_of, input_metadata_of, saved_all, saved_tensors
 
-TAKES_BESIDE = operations(
-    "Mul Div Where MaskedFill MaskedSelect Pow Maximum Minimum Fmax Fmin Xlogy Atan2 Lerp Addcmul Addcdiv Clamp "
-    "ClampMin ClampMax Dot MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
-    "SoftMarginLoss Logaddexp Logaddexp2 SpecialXlog1Py NativeLayerNorm"
-)
-"""Operations that broadcast their constants beside values."""
-
-_PRODUCTS = PRODUCTS - {"Dot"} | operations("Addmm Baddbmm Addmv")
-_ADDING_UNSEEN = JOINING | operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
-"""Affine operations that do not save what they add."""
-
-_BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices Convolution ConvolutionOverrideable")
-"""Operations whose constants lie beside no value: they select or put values, or occur in modules only."""
-
-_TAKEN = operations(
-    "Gather Take TakeAlongDim Topk Sort Max Min Amax Amin Median Kthvalue Cumsum Flip Roll Repeat Diagonal Tril Triu"
-)
-"""Operations that are linear once their selection is fixed, and through which a loss is not read otherwise."""
-
-_WEIGHING = SELECTING | operations("Mul Div Where MaskedFill Gather Take TakeAlongDim")
-_SUMMING = operations("Sum Mean Nansum Cumsum")
+TAKES_BESIDE = operations("saves")
+_BESIDE_NOTHING, _TAKEN = operations("alone"), operations("fixed")
+_WEIGHING = CHOOSING_ROWS | SCALINGS | {"Where", "MaskedFill"}
 
 INVERTIBLE: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "Exp": (torch.exp, torch.log), "Sigmoid": (torch.sigmoid, torch.logit), "Tanh": (torch.tanh, torch.atanh),
@@ -115,7 +103,7 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
     """
     name = operation(node)
     inputs = depends.inputs(node)
-    if not inputs or name not in TAKES_BESIDE | _PRODUCTS | LABELLED | {"Index"}:
+    if not inputs or name not in TAKES_BESIDE | ALL_PRODUCTS | LABELLED | {"Index"}:
         return
     value = input_of(node, inputs[0])
     shape = value.shape
@@ -134,7 +122,7 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
         return
     beside = [one for one in saved_tensors(node) if one.dim() and not depends.holds(one)]
     for constant in [plain(one) for one in beside if not depends.is_trained_beside(node, one)]:
-        if name not in _PRODUCTS:
+        if name in TAKES_BESIDE:
             whole = shape if constant.shape == shape else torch.broadcast_shapes(shape, constant.shape)
             place = value if whole == shape else Value(node)
             yield place, constant[(None,) * (len(whole) - constant.dim())] if constant.dim() < len(whole) else constant
@@ -150,18 +138,18 @@ def adds_unseen(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation adds a constant that it does not save."""
     count, places = len(depends.inputs(node)), len(node.next_functions)
     is_list = operation(node) in JOINING  # a list of one tensor
-    return operation(node) in _ADDING_UNSEEN and (count < places or (places == 1 and not is_list))
+    return operation(node) in ADDS_UNSEEN and (count < places or (places == 1 and not is_list))
 
 
 def hides_constant(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation of an unknown kind takes a constant, of any size, that it may not save."""
-    known = operation(node) in TAKES_BESIDE | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
+    known = operation(node) in TAKES_BESIDE | ALL_PRODUCTS | ADDS_UNSEEN | _BESIDE_NOTHING
     return not known and 0 < len(depends.inputs(node)) < len(node.next_functions)
 
 
 def is_affine(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation's result is an affine function of its inputs that depend on the samples."""
-    return is_linear(node, depends) or (operation(node) in _ADDING_UNSEEN and len(depends.inputs(node)) == 1)
+    return is_linear(node, depends) or (operation(node) in ADDS_UNSEEN and len(depends.inputs(node)) == 1)
 
 
 def known_values(nodes: Sequence[Node], depends: Dependence) -> dict[Value, Tensor]:
@@ -407,7 +395,7 @@ class AffineChains:
         steps, place = list[tuple[_Again, Node, int]](), value
         while place not in self.known or place == value:
             node, again = place.node, _RETRACED.get(place.operation)
-            if not adds and place.operation in {"Add", "Sub", "Rsub"}:
+            if not adds and place.operation in ADDITIONS:
                 again = _without_constant
             inputs = self._depends.inputs(node)
             if len(inputs) != 1 or again is None or (inputs[0] and place.operation == "Div"):
@@ -459,7 +447,7 @@ class AffineChains:
         each = whole.middle.to(linear).nan_to_num(0.0, 0.0, 0.0).abs_().add_(linear.abs()).mul_(rounding)
         most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
         is_one = sum(adds_unseen(node, self._depends) for node in chain) == 1
-        if is_one and _SUMMING.isdisjoint(map(operation, chain)):
+        if is_one and SUMMING.isdisjoint(map(operation, chain)):
             most = each  # no intermediate value was larger than the value
         return Added(whole.minus(linear), each, most)
 
@@ -562,7 +550,7 @@ class AffineChains:
         def combine(node: Node, found: list[int]) -> int:
             """Return -1 where the part does not arrive, 0 unchanged, 1 weighted, 2 weighted and then summed."""
             name, state = operation(node), max(found, default=-1)
-            if state >= 0 and (name in _PRODUCTS | {"Dot"} or (name in _SUMMING and state)):
+            if state >= 0 and (name in ALL_PRODUCTS or (name in SUMMING and state)):
                 return 2
             weighs = not state and name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
             return 1 if weighs else state

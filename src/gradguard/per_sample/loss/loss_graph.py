@@ -22,6 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from gradguard.per_sample.loss.operation_table import (
+    ADDITIONS,
+    ALL_PRODUCTS,
+    CHOOSING_ROWS,
+    ELEMENTWISE,
+    LABELLED,
+    LINEAR,
+    MEANS,
+    MOVING,
+    PRODUCTS,
+    SCALINGS,
+    SINGLY,
+    operations,
+)
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import (
     Backward,
@@ -34,44 +48,6 @@ from gradguard.torch_private import (
     saved_value,
 )
 
-
-def operations(names: str) -> frozenset[str]:
-    """Return the set of operation names in a string that separates them by spaces."""
-    return frozenset(names.split())
-
-
-# Operations by what they do to the rows of the samples.
-
-ELEMENTWISE = operations("Add Sub Rsub Neg Mul Div Clone Alias ToCopy CopyBackwards Where MaskedFill Expand")
-"""Linear operations that leave every element in its place; they may broadcast it."""
-
-RESHAPING = operations("View UnsafeView ReshapeAlias Squeeze Unsqueeze")
-TURNING = operations("Permute Transpose T")
-JOINING = operations("Stack Cat")
-TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
-"""Operations that take positions along a dimension; their settings, or the result's number, give the positions."""
-
-SELECTING = operations("Index IndexSelect MaskedSelect")
-"""Operations that choose rows by a tensor."""
-
-MOVING = RESHAPING | TURNING | JOINING | TAKING | SELECTING
-"""Linear operations that move elements, or select some of them."""
-
-MEANS = frozenset(["Mean"])
-PRODUCTS = operations("Dot Mv Mm Bmm")
-ADDING = PRODUCTS | operations("Sum Nansum")
-"""Linear operations that add elements up."""
-
-LABELLED = frozenset(["NllLoss", "NllLoss2D"])
-"""Losses with a label in each row; a label may be missing (``ignore_index``)."""
-
-_WEIGHTING = PRODUCTS | operations("Mul Div Where MaskedFill")
-"""Linear operations that multiply, or select elements, by the user's tensors."""
-
-_PRODUCTS = PRODUCTS | operations("Mul Div")
-_MATRIX_PRODUCTS = PRODUCTS | operations("Addmm Baddbmm Addmv")
-
-_LINEAR = ELEMENTWISE | MOVING | MEANS | ADDING
 _OPERATION = re.compile(r"(\w+?)Backward\d*")  # custom and compiled functions have no number
 _TOO_MANY = 5_000
 _Place = TypeVar("_Place", bound=Hashable)
@@ -258,7 +234,7 @@ def make_of(roots: Sequence[Root], ends: Container[Value], depends: "Dependence"
 
 def data_put_rows(node: Node) -> bool:
     """Tell whether tensors of the user's decide where an operation puts rows, or which rows it adds up."""
-    return operation(node) not in _CHOOSING_ROWS and _is_by_data(node)
+    return operation(node) not in CHOOSING_ROWS and _is_by_data(node)
 
 
 def data_choose_rows(nodes: Iterable[Node]) -> bool:
@@ -269,15 +245,15 @@ def data_choose_rows(nodes: Iterable[Node]) -> bool:
         if _is_by_data(node):
             by_data.add(operation(node))
     fills = any("CopySlices" in name or "Pad" in name for name in names)
-    return bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
+    return bool(by_data) and not fills and by_data <= CHOOSING_ROWS
 
 
 def scalars(node: Node, depends: "Dependence") -> list[float]:
     """Return the scalars by which a node multiplies values of the samples; of an addition its ``alpha``."""
     name = operation(node)
-    if name in {"Add", "Sub", "Rsub"}:
+    if name in ADDITIONS:
         return [float(saved_constant(node, "alpha"))]
-    if name not in {"Mul", "Div"} or len(inputs := depends.inputs(node)) != 1:
+    if name not in SCALINGS or len(inputs := depends.inputs(node)) != 1:
         return []
     try:
         constant, _ = _multiplier(node, inputs[0], depends)
@@ -286,17 +262,13 @@ def scalars(node: Node, depends: "Dependence") -> list[float]:
     return [] if constant is None else [constant.value]
 
 
-_NOT_TELLING = operations("Slice Alias Clone View UnsafeView ReshapeAlias")
-"""Operations that occur in the graph or not depending on the sizes of a batch."""
-
+_NOT_TELLING = operations("sizes")
 _LOOPED = _NOT_TELLING | MOVING - {"IndexSelect"} | {"Expand"}
 """Operations that only move the samples' values; a loop over samples uses others of them than a batched loss."""
 
-_BY_INDEX = operations(
-    "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
-)
-_CHOOSING_ROWS = SELECTING | operations("Gather Take TakeAlongDim")
-_BY_POSITION = operations("Index IndexPut IndexPutImpl MaskedSelect Take Put MaskedScatter")
+_WEIGHTING = SCALINGS | {"Where", "MaskedFill"}
+_BY_INDEX, _BY_POSITION = operations("index"), operations("position")
+_OF_PARAMETERS = operations("read")
 
 
 def _is_by_data(node: Node) -> bool:
@@ -510,7 +482,7 @@ class Dependence:
     def _has_positions(self, node: Node, value: Value) -> bool:
         """Tell whether what is trained beside values may have an entry for each position in the batch."""
         size, result = self._batch_size, shape_of(node)
-        if size == 1 or operation(node) in _MATRIX_PRODUCTS:
+        if size == 1 or operation(node) in ALL_PRODUCTS:
             return size > 1 and size in value.shape and result.numel() == 1
 
         def below(place: Value) -> list[Value]:
@@ -536,20 +508,6 @@ def _nodes_below(node: Node) -> list[Node]:
 def is_parameter(node: Node) -> bool:
     """Tell whether a node stands for an `nn.Parameter`, and not for the result of an operation."""
     return isinstance(getattr(node, "variable", None), nn.Parameter)
-
-
-SINGLY = operations(
-    "Add Sub Rsub Neg Mul Div Pow Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt Reciprocal Sigmoid LogSigmoid "
-    "LogSigmoidForward Tanh Relu Silu Mish Softplus Abs Sgn Sin Cos Erf Lgamma Digamma Elu LeakyRelu Hardtanh "
-    "Clamp ClampMin ClampMax Maximum Minimum Clone Alias ToCopy Expand"
-)
-"""Operations that compute each number from one number of each input."""
-
-_OF_PARAMETERS = SINGLY | operations(
-    "View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Select Slice Unbind Split SplitWithSizes Stack "
-    "Cat Sum Mean Softmax LogSoftmax Logsumexp Norm LinalgVectorNorm Prod Cumsum Dot Mv Mm Bmm WeightNormInterface"
-)
-"""Operations of which all settings, and all constants of one number, can be read."""
 
 
 def _keeps_to_parameters(node: Node) -> bool:
@@ -761,7 +719,7 @@ def declared_at(node: Node, depends: Dependence, numbers: Sequence[float]) -> li
 def is_linear(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation is linear in its inputs that depend on the samples."""
     name, inputs = operation(node), depends.inputs(node)
-    if name not in _LINEAR or (name == "Div" and inputs != [0]):
+    if name not in LINEAR or (name == "Div" and inputs != [0]):
         return False
     return len(inputs) == 1 or name not in {"Mul"} | PRODUCTS
 
@@ -782,14 +740,14 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
         step = LinearStep(value, which)
         keeps = name in ELEMENTWISE and value.shape == step.input.shape
         constant, single = _multiplier(node, which, depends)
-        trained = depends.trained_beside(node) if name in _PRODUCTS else []
-        weighs = name in _WEIGHTING and not trained
+        trained = depends.trained_beside(node) if name in PRODUCTS | SCALINGS else []
+        weighs = name in PRODUCTS | _WEIGHTING and not trained
         factor = 1.0
         if constant is not None:
             factor = abs(constant.value)
         elif name in MEANS:
             factor = step.mean
-        elif name in {"Add", "Sub", "Rsub"} and which == (0 if name == "Rsub" else 1):
+        elif name in ADDITIONS and which == (0 if name == "Rsub" else 1):
             factor = abs(float(saved_constant(node, "alpha")))
         found.append(
             replace(
@@ -830,7 +788,7 @@ def _multiplier(node: Node, which: int, depends: Dependence) -> tuple[Constant |
         The scalar as a `Constant`, or None; and the factor of a tensor with dimensions and one value, or 1.
     """
     name = operation(node)
-    if name not in {"Mul", "Div"} or depends.trained_beside(node):
+    if name not in SCALINGS or depends.trained_beside(node):
         return None, 1.0
     other = saved(node, "other" if which == 0 else "self")
     tensor, divides = isinstance(other, Tensor), name == "Div"

@@ -38,14 +38,6 @@ from gradguard.per_sample.loss.beside import (
     unrepeated,
 )
 from gradguard.per_sample.loss.loss_graph import (
-    ADDING,
-    JOINING,
-    LABELLED,
-    MEANS,
-    MOVING,
-    PRODUCTS,
-    SELECTING,
-    TAKING,
     Dependence,
     ResultNumbers,
     Root,
@@ -57,13 +49,25 @@ from gradguard.per_sample.loss.loss_graph import (
     is_linear,
     is_tensor,
     operation,
-    operations,
     parents,
     saved,
     scalars,
     shape_of,
     signed,
     walk,
+)
+from gradguard.per_sample.loss.operation_table import (
+    ADDS_UNSEEN,
+    ALL_PRODUCTS,
+    CHOOSING_ROWS,
+    ELEMENTWISE,
+    JOINING,
+    LABELLED,
+    MOVING,
+    PRODUCTS,
+    SCALINGS,
+    TAKING,
+    operations,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.per_sample.loss.trained import TrainedValue, as_number
@@ -77,34 +81,20 @@ from gradguard.torch_private import (
     version_of,
 )
 
-_SHOWING = operations(
-    "Sum Nansum Mean View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
-    "UnsafeSplit Stack Cat Permute Transpose T Expand Repeat Clone Alias ToCopy CopyBackwards Neg Mul Div Add Sub Rsub "
-    "Where MaskedFill Index IndexSelect MaskedSelect Gather Take Dot Mv Mm Bmm Addmm Baddbmm Addmv Addcmul Addcdiv "
-    "Maximum Minimum Clamp ClampMin ClampMax Pow MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy "
-    "BinaryCrossEntropyWithLogits SoftMarginLoss NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss CtcLoss "
-    "Flip Roll Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt "
-    "Reciprocal Sigmoid LogSigmoid LogSigmoidForward Tanh Relu Gelu Silu Mish Softplus Abs Sgn Sin Cos Erf Cosh "
-    "Sinh Tan Atan Lgamma "
-    "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std "
-    "Acos Asin Acosh Asinh Atanh Erfc Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Logcumsumexp "
-    "Cumprod Cummax Cummin Xlogy Atan2 Logaddexp Logaddexp2 Digamma LinalgSvd"
-)
-"""Operations that save every constant that they take, or whose constant follows from known values."""
-
-_ENDING = operations("Mean Sum NllLoss MseLoss BinaryCrossEntropyWithLogits")
+_SHOWING = operations("shown")
+_ENDING = frozenset(["Mean", "Sum", "NllLoss", "MseLoss", "BinaryCrossEntropyWithLogits"])
 """Operations of losses without an intermediate value: each takes the module's outputs and saves them."""
 
 _IN_CACHE = 1 << 17
 """Numbers that are compared at once, so that intermediate results stay in the processor's cache."""
 
-_ADDING_ONLY = operations("Add Sub Rsub Where") | JOINING
+_ADDING_ONLY = JOINING | ELEMENTWISE & ADDS_UNSEEN
 """Operations that put a value in as it is."""
 
-_BY_TENSORS = SELECTING | PRODUCTS | operations("Gather Take TakeAlongDim Addmm Baddbmm Addmv")
+_BY_TENSORS = CHOOSING_ROWS | ALL_PRODUCTS
 """Operations that choose or weigh values by tensors, which are compared themselves."""
 
-_ADDING_UP = ADDING | MEANS | operations("Addmm Baddbmm Addmv IndexAdd ScatterAdd")
+_ADDING_UP = operations("mean", "sum", "product") | {"IndexAdd", "ScatterAdd"}
 
 _Found = TypeVar("_Found")
 
@@ -777,7 +767,7 @@ class LossConstants:
                 if not _is_of_parameter(constant):
                     use(node, constant, (lambda: "unclear") if by_chance else look(value, sizes), i, constant.shape)
             # Tensors without a dimension, except factors of rows. Python's numbers are read from the settings below.
-            takes = name in TAKES_BESIDE and (is_behind or name not in {"Mul", "Div"})
+            takes = name in TAKES_BESIDE and (is_behind or name not in SCALINGS)
             given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or depends.holds(one))]
             given = [plain(one) for one in given if not depends.is_trained_beside(node, one)]
             singles = [
@@ -812,7 +802,7 @@ class LossConstants:
         return [
             (node, which, TrainedValue(value, node))
             for node, is_behind in self._nodes.items()
-            if operation(node) not in _ADDING_ONLY and (is_behind or operation(node) in PRODUCTS | {"Mul", "Div"})
+            if operation(node) not in _ADDING_ONLY and (is_behind or operation(node) in PRODUCTS | SCALINGS)
             for which, value in enumerate(self._depends.trained_beside(node))
         ]
 
@@ -892,7 +882,7 @@ class LossConstants:
         """
         found: defaultdict[Hashable, list[tuple[Hashable, int, Node, float]]] = defaultdict(list)
         for number, (node, is_behind) in enumerate(self._nodes.items()):
-            if is_behind or operation(node) not in {"Mul", "Div"} or len(self._depends.below(node)) != 1:
+            if is_behind or operation(node) not in SCALINGS or len(self._depends.below(node)) != 1:
                 continue
             for one in scalars(node, self._depends):
                 declared = any(map(SharedValue(None, one).is_of, self._outputs.declared))
@@ -1037,7 +1027,7 @@ def _is_reduced(value: Value, outputs: Outputs) -> bool:
         name, below = place.operation, parents(place.node)
         if place in ends or name not in _ADDING_UP or not below:
             continue
-        dims = dims_of(place.node) if name in {"Sum", "Nansum", "Mean"} else None
+        dims = dims_of(place.node) if name in operations("mean", "sum") else None
         shape = below[0].shape
         places = places_of(shape, outputs.batch_size)
         if places and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places)):

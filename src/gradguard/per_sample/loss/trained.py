@@ -13,7 +13,6 @@ from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import INVERTIBLE, AffineChains, Bounds, is_affine, known_values, recovered
 from gradguard.per_sample.loss.loss_graph import (
-    SINGLY,
     Dependence,
     Unreadable,
     Value,
@@ -24,6 +23,7 @@ from gradguard.per_sample.loss.loss_graph import (
     signed,
     walk,
 )
+from gradguard.per_sample.loss.operation_table import SINGLY
 from gradguard.torch_private import saved_constant, saved_settings, saved_tensors
 
 _USUAL = {"exponent": 2.0, "alpha": 1.0, "beta": 1.0, "threshold": 20.0, "p": 2.0, "ord": 2.0}
