@@ -32,7 +32,6 @@ from gradguard.per_sample.loss.loss_graph import (
     parents,
     saved,
     shape_of,
-    signed,
     walk,
 )
 from gradguard.per_sample.loss.operation_table import (
@@ -60,6 +59,9 @@ INVERTIBLE: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Te
 }  # fmt: skip
 """Monotone operations that save only their result, each with its function and the inverse."""
 
+WITH_RESULTS = frozenset([*INVERTIBLE, "LogSoftmax"])
+"""Operations that save their result but not their input."""
+
 _RANGES = {"Exp": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Sqrt": (0.0, math.inf)}
 """The range of results of operations whose results are bounded."""
 
@@ -79,7 +81,7 @@ _RETRACED: Mapping[str, _Again] = {
     "Select": lambda x, node, _: x.select(saved(node, "dim"), saved(node, "index")),
     "Transpose": lambda x, node, _: x.transpose(saved(node, "dim0"), saved(node, "dim1")),
     "T": lambda x, *_: x.t(),
-    "Permute": lambda x, node, _: x.permute([signed(dim) for dim in saved(node, "dims")]),
+    "Permute": lambda x, node, _: x.permute(saved(node, "dims")),
     "Neg": lambda x, *_: -x,
     "Mul": lambda x, node, which: x * saved(node, "self" if which else "other"),
     "Div": lambda x, node, _: x / saved(node, "other"),
@@ -174,20 +176,12 @@ def _again(node: Node) -> Tensor | None:
         if given is None or any(tensors[i] != isinstance(one, Tensor) for i, one in enumerate(given) if i in tensors):
             continue
         with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError):
-            values = [_signed(one) for one in given]
-            named = zip(arguments_of(function), values, strict=True)
+            named = zip(arguments_of(function), given, strict=True)
             keywords = {one.name: value for one, value in named if one.kwarg_only}
-            found = function(*values[: len(values) - len(keywords)], **keywords)
+            found = function(*given[: len(given) - len(keywords)], **keywords)
             found = found[0] if isinstance(found, tuple) else found
             return found if isinstance(found, Tensor) and found.shape == shape_of(node) else None
     return None
-
-
-def _signed(value: Any) -> Any:
-    """Return a saved argument with its sign: nodes store negative whole numbers as unsigned ones."""
-    if isinstance(value, list | tuple):
-        return [_signed(one) for one in value]
-    return signed(value) if type(value) is int else value
 
 
 _KINDS = {"Tensor", "number", "int", "float"}
@@ -308,11 +302,14 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def recovered(node: Node) -> Bounds:
-    """Return bounds of the input of an operation of `INVERTIBLE`, computed from its result.
+    """Return bounds of the input of an operation of `WITH_RESULTS`, computed from its result.
 
-    A whole interval of inputs gives the same rounded result. Where the function is flat, the interval is wide.
+    For `log_softmax` this is the result, from which the input differs by a number of each row. Else a whole interval of
+    inputs gives the same rounded result. Where the function is flat, the interval is wide.
     """
     name, result = operation(node), saved(node, "result").detach()
+    if name == "LogSoftmax":
+        return Bounds.exactly(result)
     limits, wide, inverse = torch.finfo(result.dtype), result.to(_wide(result)), INVERTIBLE[name][1]
     rounding = 16 * limits.eps * wide.abs() + limits.tiny
     least, most = _RANGES.get(name, (-math.inf, math.inf))

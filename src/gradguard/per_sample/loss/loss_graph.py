@@ -285,7 +285,7 @@ def _is_by_data(node: Node) -> bool:
     shape, dim = shape_of(node), saved_constant(node, "dim")
     if not isinstance(dim, int) or len(shape) < 2:
         return True
-    return signed(dim) % len(shape) != len(shape) - 1
+    return dim % len(shape) != len(shape) - 1
 
 
 def _shown(value: Any) -> Any:
@@ -318,29 +318,24 @@ def _without_backward(name: str) -> str:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Return a value that the forward operation of a node saved; whole numbers with their sign.
+    """Return a value that the forward operation of a node saved.
 
     Raises:
         Unreadable: If a backward has freed the saved value, or the operation saves none of this name.
     """
     try:
-        value = saved_value(node, name)
+        return saved_value(node, name)
     except (AttributeError, RuntimeError) as error:
         raise Unreadable(f"the values that {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
-    return signed(value) if type(value) is int else value
-
-
-def signed(dim: int) -> int:
-    """Return a saved number with its sign: nodes store negative dimensions as unsigned 64-bit numbers."""
-    return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
 def dims_of(node: Node) -> list[int] | None:
-    """Return the dimensions along which an operation works; None for all."""
+    """Return the dimensions of its input along which an operation works, counted from the front; None for all."""
     dims = saved_constant(node, "dim")
     if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
         return None
-    return [signed(dim) for dim in (dims if isinstance(dims, Sequence) else [dims])]
+    places = max(1, len(parents(node)[0].shape))
+    return sorted({dim % places for dim in (dims if isinstance(dims, Sequence) else [dims])})
 
 
 def shape_of(node: Node) -> torch.Size:
@@ -408,6 +403,13 @@ def walk(starts: Iterable[_Place], onward: Callable[[_Place], Iterable[_Place]])
         new = [one for one in dict.fromkeys(onward(place)) if one not in seen]
         seen.update(new)
         pending += new
+
+
+def nodes_below(
+    node: Node, ends: Container[Value], below: Callable[[Node], Iterable[Value]] | None = None
+) -> Iterator[Node]:
+    """Yield a node and the nodes below it, by ``below`` or else `parents`, that are not only below ``ends``."""
+    return walk([node], lambda one: [value.node for value in (below or parents)(one) if value not in ends])
 
 
 def fold(
@@ -522,41 +524,8 @@ def _keeps_to_parameters(node: Node) -> bool:
     return operation(node) in SINGLY and is_single and shape_of(node) == below[0].shape
 
 
-class ValuePlaces:
-    """Identifies the place of a value in a loss by the operations below the value, down to the module.
-
-    The operations above the value, the number of samples, and whether a loop or one batched tensor computes the loss
-    make no difference.
-
-    Args:
-        ends: The values that the module returned.
-        depends: Tells which operations depend on the samples.
-    """
-
-    def __init__(self, ends: Container[Value], depends: Dependence) -> None:
-        self._ends, self._depends = ends, depends
-        self._known: dict[Value, frozenset[int]] = {}
-
-    def of(self, value: Value) -> frozenset[int]:
-        """Return the place of a value."""
-        return fold(value, self._below, self._joined, self._known)
-
-    def _below(self, value: Value) -> list[Value]:
-        return [] if self._is_end(value) else self._depends.below(value.node)
-
-    def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
-        name = value.operation
-        # A loop over samples has an addition for each sample, a batched loss has none.
-        if self._is_end(value) or name in _LOOPED or (name == "Add" and len(found) > 1):
-            return frozenset().union(*found)
-        return frozenset([hash((name, *found))])
-
-    def _is_end(self, value: Value) -> bool:
-        return value in self._ends or value.is_tap
-
-
-class ResultNumbers:
-    """Finds the numbers of the module's results that a value was computed from, whatever call returned them.
+class _FromBelow:
+    """Describes a value by what is below it, down to the module.
 
     Args:
         results: The numbers of the values that the module returned.
@@ -568,11 +537,33 @@ class ResultNumbers:
         self._known: dict[Value, frozenset[int]] = {}
 
     def of(self, value: Value) -> frozenset[int]:
-        """Return the numbers of the results below a value."""
+        """Return the description of a value."""
         return fold(value, self._below, self._joined, self._known)
 
     def _below(self, value: Value) -> list[Value]:
         return [] if value in self._results or value.is_tap else self._depends.below(value.node)
+
+    def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
+        raise NotImplementedError
+
+
+class ValuePlaces(_FromBelow):
+    """Identifies the place of a value in a loss by the operations below the value.
+
+    The operations above the value, the number of samples, and whether a loop or one batched tensor computes the loss
+    make no difference.
+    """
+
+    def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
+        name = value.operation
+        # A loop over samples has an addition for each sample, a batched loss has none.
+        if value in self._results or value.is_tap or name in _LOOPED or (name == "Add" and len(found) > 1):
+            return frozenset().union(*found)
+        return frozenset([hash((name, *found))])
+
+
+class ResultNumbers(_FromBelow):
+    """Finds the numbers of the module's results that a value was computed from, whatever call returned them."""
 
     def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
         return frozenset([self._results[value]]) if value in self._results else frozenset().union(*found)

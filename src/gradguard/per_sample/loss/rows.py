@@ -36,12 +36,12 @@ from gradguard.per_sample.loss.loss_graph import (
     dims_of,
     input_of,
     is_tap,
+    nodes_below,
     operation,
     parents,
     pull,
     saved,
     shape_of,
-    walk,
 )
 from gradguard.per_sample.loss.operation_table import (
     ADDING,
@@ -160,7 +160,7 @@ class SampleRows:
         self.name = "" if is_output else path.value.operation
         self.shape = self._shape()
         ends, top = outputs.values, path.value.node
-        below = walk([top], lambda n: [] if is_tap(n) else [v.node for v in self._depends.below(n) if v not in ends])
+        below = nodes_below(top, ends, lambda node: [] if is_tap(node) else self._depends.below(node))
         self.behind = [node for node in below if not is_tap(node)]
         self.owner = self._owner() if owner is None else owner
         self._refuse_constants()
@@ -352,7 +352,7 @@ class SampleRows:
             mixes = bool(_axes(before, outputs))
         else:
             others = before[:usual] + before[usual + 1 :]
-            along = usual in [dim % len(before) for dim in dims]
+            along = usual in dims
             whole = before[usual] > 0 and before[usual] % outputs.batch_size == 0
             mixes = along and whole and outputs.batch_size not in others
         if not mixes:
@@ -965,7 +965,7 @@ def _dims_added_up(step: LinearStep) -> list[int]:
     if step.operation not in {"Sum", "Mean"} or not before:
         return []
     dims = dims_of(step.value.node)
-    return [*range(before)] if dims is None else sorted({dim % before for dim in dims})
+    return [*range(before)] if dims is None else dims
 
 
 def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:

@@ -25,6 +25,7 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.beside import (
     INVERTIBLE,
     TAKES_BESIDE,
+    WITH_RESULTS,
     AffineChains,
     Bounds,
     adds_unseen,
@@ -53,7 +54,6 @@ from gradguard.per_sample.loss.loss_graph import (
     saved,
     scalars,
     shape_of,
-    signed,
     walk,
 )
 from gradguard.per_sample.loss.operation_table import (
@@ -428,7 +428,7 @@ class LossConstants:
     def __init__(self, roots: Sequence[Root], outputs: Outputs) -> None:
         self._roots, self._outputs, self._depends = roots, outputs, outputs.depends
         self._nodes = _nodes(roots, outputs)
-        self._places = ValuePlaces(outputs.values, outputs.depends)
+        self._places = ValuePlaces(outputs.results, outputs.depends)
         self._results = ResultNumbers(outputs.results, outputs.depends)
         self._bounds: dict[Value, Bounds] = {}
 
@@ -475,7 +475,7 @@ class LossConstants:
         again = chains.retraced(value) if base is None else base
         if again is not None:
             return not _is_result(node, again)
-        whole = self._whole_of(node)
+        whole = recovered(node)
         if (apart := chains.added(value, whole)) is None:
             return False
         bounds = apart.bounds
@@ -490,11 +490,7 @@ class LossConstants:
     @functools.cached_property
     def _with_results(self) -> list[Node]:
         """The operations that saved their result but not their input."""
-        return [node for node in self._nodes if operation(node) == "LogSoftmax" or operation(node) in INVERTIBLE]
-
-    def _whole_of(self, node: Node) -> Bounds:
-        """Return bounds of such an operation's input, computed from its result; for `log_softmax` the result itself."""
-        return Bounds.exactly(saved(node, "result").detach()) if operation(node) == "LogSoftmax" else recovered(node)
+        return [node for node in self._nodes if operation(node) in WITH_RESULTS]
 
     @functools.cached_property
     def _users(self) -> dict[Value, Node]:
@@ -512,7 +508,7 @@ class LossConstants:
         """Return the bounds of a value; None if no saved tensor determines it."""
         if value not in self._bounds and (value in self._chains.known or value in self._users):
             exact = self._chains.known.get(value)
-            self._bounds[value] = self._whole_of(self._users[value]) if exact is None else Bounds.exactly(exact)
+            self._bounds[value] = recovered(self._users[value]) if exact is None else Bounds.exactly(exact)
         return self._bounds.get(value)
 
     def _constant_in(self, value: Value) -> Bounds | None:
@@ -922,10 +918,7 @@ class LossConstants:
         def are_shared() -> bool | Unsettled:
             nodes = [use.node for use in uses]
             if not self._is_loop(nodes):
-                found: list[bool | Unsettled] = [use.is_shared() for use in uses]
-                if True not in found:
-                    return max(found, key=bool)
-                return True
+                return _is_shared_in(uses)
             each = Counter(self._outputs.only_sample(Value(node)) for node in (nodes if count < len(nodes) else ()))
             return True if {*each.values()} == {count} else "own here"
 
@@ -1029,8 +1022,8 @@ def _is_reduced(value: Value, outputs: Outputs) -> bool:
             continue
         dims = dims_of(place.node) if name in operations("mean", "sum") else None
         shape = below[0].shape
-        places = places_of(shape, outputs.batch_size)
-        if places and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places)):
+        places = {*places_of(shape, outputs.batch_size)}
+        if places and (dims is None or not places.isdisjoint(dims)):
             return True
     return False
 
@@ -1126,7 +1119,7 @@ def _numbers_of(node: Node, depends: Dependence) -> Iterator[tuple[Hashable, flo
     ]:
         is_number = type(value) is int or (isinstance(value, float) and not math.isnan(value))
         if is_number and not (RECORDED_SIZE in name or name.startswith("dim") or name == "reduction"):
-            yield name, float(signed(value) if type(value) is int else value)
+            yield name, float(value)
 
 
 def _settings_of(node: Node) -> Iterator[tuple[str, Hashable]]:
@@ -1148,7 +1141,7 @@ def _settings_of(node: Node) -> Iterator[tuple[str, Hashable]]:
             value = (value,)
         if isinstance(value, list | tuple):
             counted = max(1, len(shape)) if setting.startswith("dim") else None  # from the front, or from the end
-            value = tuple(signed(one) if counted is None else signed(one) % counted for one in value)
+            value = tuple(one if counted is None else one % counted for one in value)
         yield setting, value
     if "reduction" in settings or name in _BY_TENSORS:
         return
@@ -1211,10 +1204,14 @@ def _is_one_number(constant: Tensor) -> bool:
 
 def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
     """Tell whether samples share a value: within one operation, or across operations of one sample each."""
+    shared = _is_shared_in(uses)
+    return shared is True or (len(uses) > 1 and _is_of_several(outputs, [use.node for use in uses])) or shared
+
+
+def _is_shared_in(uses: Sequence[_Use]) -> bool | Unsettled:
+    """Tell whether samples share a value within one of the operations."""
     found: list[bool | Unsettled] = [use.is_shared() for use in uses]
-    if True in found or (len(uses) > 1 and _is_of_several(outputs, [use.node for use in uses])):
-        return True
-    return max(found, key=bool)
+    return True in found or max(found, key=bool)
 
 
 def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:

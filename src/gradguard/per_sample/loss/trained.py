@@ -20,7 +20,6 @@ from gradguard.per_sample.loss.loss_graph import (
     is_tensor,
     operation,
     parents,
-    signed,
     walk,
 )
 from gradguard.per_sample.loss.operation_table import SINGLY
@@ -70,9 +69,7 @@ class TrainedValue:
             for name, setting in (settings | sizes).items():
                 for i, one in enumerate(setting if isinstance(setting, Sequence) else [setting]):
                     if isinstance(one, float | int) and one == one:
-                        number = float(signed(one) if type(one) is int else one)
-                        is_usual = name not in _NUMBERS or number == _USUAL.get(name)
-                        yield (place, name, i), number, is_usual
+                        yield (place, name, i), float(one), name not in _NUMBERS or one == _USUAL.get(name)
 
     @functools.cached_property
     def added(self) -> list[Bounds | None]:
