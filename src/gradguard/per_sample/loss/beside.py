@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,19 +52,27 @@ TAKES_BESIDE = operations("saves")
 _BESIDE_NOTHING, _TAKEN = operations("alone"), operations("fixed")
 _WEIGHING = CHOOSING_ROWS | SCALINGS | {"Where", "MaskedFill"}
 
-INVERTIBLE: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "Exp": (torch.exp, torch.log), "Sigmoid": (torch.sigmoid, torch.logit), "Tanh": (torch.tanh, torch.atanh),
-    "Sqrt": (torch.sqrt, torch.square), "Relu": (torch.relu, torch.clone),
-    "Reciprocal": (torch.reciprocal, torch.reciprocal),
-}  # fmt: skip
-"""Monotone operations that save only their result, each with its function and the inverse."""
+
+class Inverse(NamedTuple):
+    """A monotone operation that saves only its result: its function, the inverse, and the range of results."""
+
+    function: Callable[[Tensor], Tensor]
+    inverse: Callable[[Tensor], Tensor]
+    least: float = -math.inf
+    most: float = math.inf
+
+
+INVERTIBLE = {
+    "Exp": Inverse(torch.exp, torch.log, 0.0),
+    "Sigmoid": Inverse(torch.sigmoid, torch.logit, 0.0, 1.0),
+    "Tanh": Inverse(torch.tanh, torch.atanh, -1.0, 1.0),
+    "Sqrt": Inverse(torch.sqrt, torch.square, 0.0),
+    "Relu": Inverse(torch.relu, torch.clone),
+    "Reciprocal": Inverse(torch.reciprocal, torch.reciprocal),
+}
 
 WITH_RESULTS = frozenset([*INVERTIBLE, "LogSoftmax"])
 """Operations that save their result but not their input."""
-
-_RANGES = {"Exp": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Sqrt": (0.0, math.inf)}
-"""The range of results of operations whose results are bounded."""
-
 
 _Again = Callable[[Tensor, Node, int], Tensor]
 """Repeats an operation: takes its only input that depends on the samples, its node, and that input's position."""
@@ -242,14 +250,14 @@ class Bounds:
         endless = torch.inf
         return cls(low.nan_to_num_(-endless, endless, -endless), high.nan_to_num_(endless, endless, -endless))
 
-    def alike(self, dims: Sequence[int]) -> "Bounds":
+    def alike(self, dims: list[int]) -> "Bounds":
         """Return the common bounds of numbers that are equal along some dimensions."""
         return Bounds(self.low.amax(dims, keepdim=True), self.high.amin(dims, keepdim=True)) if dims else self
 
     def minus(self, values: Tensor) -> "Bounds":
         """Return the bounds of the differences from values, in float32 at least."""
-        low = self.low.to(_wide(self.low)) - values
-        return Bounds(low, low if self.low is self.high else self.high.to(_wide(self.high)) - values)
+        low = self.low.to(wide_of(self.low)) - values
+        return Bounds(low, low if self.low is self.high else self.high.to(wide_of(self.high)) - values)
 
     def meets(self, other: "Bounds") -> bool:
         """Tell whether some numbers satisfy both bounds."""
@@ -297,7 +305,8 @@ class Bounds:
         return (self.high - self.low) / 2
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide_of(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a tensor, or float32 if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -310,10 +319,9 @@ def recovered(node: Node) -> Bounds:
     name, result = operation(node), saved(node, "result").detach()
     if name == "LogSoftmax":
         return Bounds.exactly(result)
-    limits, wide, inverse = torch.finfo(result.dtype), result.to(_wide(result)), INVERTIBLE[name][1]
+    limits, wide, own = torch.finfo(result.dtype), result.to(wide_of(result)), INVERTIBLE[name]
     rounding = 16 * limits.eps * wide.abs() + limits.tiny
-    least, most = _RANGES.get(name, (-math.inf, math.inf))
-    one, other = (inverse(each.clamp(least, most)) for each in (wide - rounding, wide + rounding))
+    one, other = (own.inverse(each.clamp(own.least, own.most)) for each in (wide - rounding, wide + rounding))
     low, high = torch.minimum(one, other), torch.maximum(one, other)
     if name == "Relu":
         low = low.where(wide > 0, -math.inf)  # relu maps every number up to 0 to 0
@@ -440,7 +448,7 @@ class AffineChains:
         kinds = {whole.low.dtype, *[known[one].dtype for one in below]}
         kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
         rounding = min(16, 2 + len(chain)) * max(torch.finfo(kind).eps for kind in kinds)
-        linear = linear.to(_wide(linear))
+        linear = linear.to(wide_of(linear))
         each = whole.middle.to(linear).nan_to_num(0.0, 0.0, 0.0).abs_().add_(linear.abs()).mul_(rounding)
         most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
         is_one = sum(adds_unseen(node, self._depends) for node in chain) == 1

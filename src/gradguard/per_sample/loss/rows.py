@@ -60,7 +60,7 @@ from gradguard.per_sample.loss.operation_table import (
     operations,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
-from gradguard.per_sample.loss.shared import SharedValue
+from gradguard.per_sample.loss.shared import is_declared
 
 _ROW_EACH = frozenset(["MultiMarginLoss", "MultilabelMarginLoss"])
 """Losses of `FUSED` whose last input dimension holds the classes of one row."""
@@ -382,7 +382,7 @@ class SampleRows:
         for node in nodes:
             for value, constant in constants_beside(node, depends):
                 shape, sizes = value.shape, own_sizes(constant)
-                if any(map(SharedValue("", constant).is_of, outputs.declared)):
+                if is_declared(constant, outputs):
                     continue
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next batch's constant may have other sizes
                 if self._is_doubtful(shape, sizes):

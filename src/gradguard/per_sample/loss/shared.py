@@ -37,6 +37,7 @@ from gradguard.per_sample.loss.beside import (
     plain,
     recovered,
     unrepeated,
+    wide_of,
 )
 from gradguard.per_sample.loss.loss_graph import (
     Dependence,
@@ -238,6 +239,11 @@ class SharedValue:
         return bool((close | (mine == theirs) | mine.isnan()).all())
 
 
+def is_declared(value: Tensor | float, outputs: Outputs) -> bool:
+    """Tell whether the user declared a value as not computed from the batch."""
+    return any(map(SharedValue(None, value).is_of, outputs.declared))
+
+
 @dataclass(frozen=True)
 class _KeptValue:
     """A value of an earlier batch: the tensor, kept so that its memory is not reused, and a copy of its content."""
@@ -404,9 +410,6 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 
 
 # Shared values in the graph of a loss
-
-
-_Look = Callable[[Value, Sequence[int]], IsShared]
 
 
 class _Use(NamedTuple):
@@ -654,8 +657,7 @@ class LossConstants:
             return None
         whole, part = known[value], known[below[0]]
         sign = -1 if value.operation == "Sub" and inputs == [1] else 1
-        eps, wide = torch.finfo(whole.dtype).eps, torch.promote_types(whole.dtype, torch.float32)
-        whole, part = whole.to(wide), part.to(wide)
+        eps, whole, part = torch.finfo(whole.dtype).eps, whole.to(wide_of(whole)), part.to(wide_of(whole))
         return Bounds.around(whole - part if sign == 1 else whole + part, whole.abs().add_(part.abs()).mul_(2 * eps))
 
     @functools.cached_property
@@ -663,7 +665,7 @@ class LossConstants:
         """For each value of `_ends`, the values below it to which constants were added before further operations."""
         return {end: self._chains.parts_of(end) for end in self._ends}
 
-    def _added(self, look: _Look) -> Iterator[SharedValue]:
+    def _added(self) -> Iterator[SharedValue]:
         """Yield the constants that operations add without saving them, where all samples may have the same one.
 
         Each constant is computed in the value of `_ends`. Where further operations follow the addition, it is also
@@ -676,10 +678,8 @@ class LossConstants:
             for number, part in enumerate(self._parts[end])
         ]
         sums, counted = [*self._sums, *summands], Counter[Hashable]()
-        of_each, in_loops = (
-            Counter(place for place, _, _ in sums),
-            defaultdict[Hashable, list[tuple[Value, Bounds]]](list),
-        )
+        of_each = Counter(place for place, _, _ in sums)
+        in_loops = defaultdict[tuple[Hashable, torch.Size], list[tuple[Value, Bounds]]](list)
         for place, value, bounds in sums:
             among, counted[place] = (of_each[place], counted[place]), counted[place] + 1
             if value in self._mixed and self._outputs.batch_size > 1:
@@ -697,7 +697,7 @@ class LossConstants:
                 continue
             seen = "several" if _are_of_several(bounds, alike) else "one"
             constant, bounds = as_number(bounds.alike([alike]))
-            yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen, among=among)
+            yield SharedValue(keys[alike], constant, self._look(value, sizes), bounds, seen=seen, among=among)
         for (place, shape), found in in_loops.items():
             yield from self._added_in_loop(("added", place, "alone", shape), found)
 
@@ -731,9 +731,6 @@ class LossConstants:
         outputs, depends, size = self._outputs, self._depends, self._outputs.batch_size
         uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
-        def look(value: Value, sizes: Sequence[int]) -> IsShared:
-            return functools.partial(_is_shared, outputs, value, sizes) if size > 1 else lambda: True
-
         def use(node: Node, value: Tensor | float, is_shared: IsShared, *key: Hashable) -> None:
             place = operation(node), self._places.of(Value(node)), *key
             same = _place(value) if isinstance(value, Tensor) else value
@@ -742,7 +739,7 @@ class LossConstants:
         # Behind a nonlinear operation (`is_behind`) a number is no weight of rows, which the ledger compares.
         for node, is_behind in self._nodes.items():
             name, whole = operation(node), Value(node)
-            look_at_all = look(whole, [1] * len(whole.shape))
+            look_at_all = self._look(whole, [1] * len(whole.shape))
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
                 use(node, plain(weight), lambda: True, weight.shape)
@@ -751,17 +748,17 @@ class LossConstants:
                 sizes, constant = own_sizes(constant), unrepeated(constant)
                 is_one = size > 1 and _is_one_number(constant)
                 if is_one:
-                    if sizes[0] == 1 and 1 in [
-                        sizes[dim] for dim in places
-                    ]:  # in another batch its elements may differ
-                        use(node, constant, look(value, sizes), i, constant.shape)
+                    # In another batch its elements may differ.
+                    if sizes[0] == 1 and 1 in [sizes[dim] for dim in places]:
+                        use(node, constant, self._look(value, sizes), i, constant.shape)
                     sizes, constant = [1] * len(sizes), constant[(slice(1),) * constant.dim()]
                 is_own = places and all(sizes[dim] > 1 for dim in (0, *places)) and not _is_reduced(value, outputs)
                 if is_own or (constant.numel() == 1 and not is_behind and not is_one):
                     continue
                 by_chance = is_one and size < _MANY_SAMPLES
+                is_shared = (lambda: "unclear") if by_chance else self._look(value, sizes)
                 if not _is_of_parameter(constant):
-                    use(node, constant, (lambda: "unclear") if by_chance else look(value, sizes), i, constant.shape)
+                    use(node, constant, is_shared, i, constant.shape)
             # Tensors without a dimension, except factors of rows. Python's numbers are read from the settings below.
             takes = name in TAKES_BESIDE and (is_behind or name not in SCALINGS)
             given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or depends.holds(one))]
@@ -773,7 +770,7 @@ class LossConstants:
                 use(node, constant, look_at_all, i, "single")
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(whole.shape, size))]:
-                    use(node, columns, look(whole, sizes), "columns", columns.dim())
+                    use(node, columns, self._look(whole, sizes), "columns", columns.dim())
             for setting, value in _numbers_of(node, depends) if is_behind else ():
                 use(node, value, look_at_all, setting, outputs.values_of_each)
         for key, values in uses.items():
@@ -786,8 +783,12 @@ class LossConstants:
         yield from self._weights()
         yield from self._places_taken()
         if self._ends:  # else no unsaved constant was added, and nothing need be recomputed
-            yield from self._added(look)
+            yield from self._added()
             yield from self._mixtures()
+
+    def _look(self, value: Value, sizes: Sequence[int]) -> IsShared:
+        """Return a function that tells whether an element of a constant lies beside values of several samples."""
+        return functools.partial(_is_shared, self._outputs, value, sizes)
 
     @functools.cached_property
     def _trained(self) -> list[tuple[Node, int, TrainedValue]]:
@@ -822,7 +823,7 @@ class LossConstants:
         by_result: defaultdict[Hashable, list[tuple[int, _Use]]] = defaultdict(list)
         for users in values.values():
             for use in users:
-                if not any(map(SharedValue(key, use.value).is_of, self._outputs.declared)):
+                if not is_declared(use.value, self._outputs):
                     by_result[self._results.of(Value(use.node))].append((self._order[use.node], use))
         for results, found in by_result.items():
             ordered = [use for _, use in sorted(found, key=lambda one: one[0])]
@@ -881,8 +882,7 @@ class LossConstants:
             if is_behind or operation(node) not in SCALINGS or len(self._depends.below(node)) != 1:
                 continue
             for one in scalars(node, self._depends):
-                declared = any(map(SharedValue(None, one).is_of, self._outputs.declared))
-                if math.isfinite(one) and one and not declared:
+                if math.isfinite(one) and one and not is_declared(one, self._outputs):
                     below = self._depends.below(node)[0]
                     results = tuple(sorted(self._results.of(below)))
                     found[self._places.of(below)].append((results, number, node, one))
@@ -980,7 +980,7 @@ def _is_result(node: Node, values: Tensor) -> bool:
     result = saved(node, "result").detach()
     if operation(node) == "LogSoftmax":
         return _are_normalized(result, values, saved(node, "dim"))
-    again, limits = INVERTIBLE[operation(node)][0](values), torch.finfo(result.dtype)
+    again, limits = INVERTIBLE[operation(node)].function(values), torch.finfo(result.dtype)
     if torch.equal(again, result):
         return True
     near = (again - result).abs() <= 4 * limits.eps * result.abs() + limits.tiny
@@ -991,7 +991,7 @@ def _are_normalized(result: Tensor, values: Tensor, dim: int) -> bool:
     """Tell whether a result equals `log_softmax` of values up to rounding."""
     result, values = (one.movedim(dim, -1).reshape(-1, one.shape[dim]) for one in (result, values))
     rows = max(1, _IN_CACHE // max(1, result.shape[-1])) if result.device.type == "cpu" else max(1, len(result))
-    wide = torch.promote_types(result.dtype, torch.float32)
+    wide = wide_of(result)
     own, eps = torch.finfo(result.dtype).eps, torch.finfo(wide).eps
     for some, given in zip(result.split(rows), values.split(rows), strict=True):
         if own == eps:  # if all is finite, result and values differ by one number in each row
@@ -1234,6 +1234,8 @@ def _is_shared(
     Returns:
         The answer, or what this batch alone shows.
     """
+    if outputs.batch_size == 1:
+        return True
     is_reduced = is_reduced or functools.partial(_is_reduced, value, outputs)
     try:
         samples, tells_all = outputs.samples_of(value), True
