@@ -262,10 +262,14 @@ class Bounds:
     def meets(self, other: "Bounds") -> bool:
         """Tell whether some numbers satisfy both bounds."""
         try:
-            both = self.within(other)
+            return self.within(other).are_possible
         except RuntimeError:  # the shapes differ
             return False
-        return not bool((both.low > both.high).any())
+
+    @property
+    def are_possible(self) -> bool:
+        """True if there is a number in each of the intervals."""
+        return not bool((self.low > self.high).any())
 
     def within(self, other: "Bounds") -> "Bounds":
         """Return the intersection with other bounds; a NaN bounds nothing."""

@@ -704,14 +704,13 @@ class LossConstants:
     def _added_in_loop(self, key: Hashable, found: Sequence[tuple[Value, Bounds]]) -> Iterator[SharedValue]:
         """Yield the constant that operations add to one value after the other, as a loop over samples does."""
         values, bounds = [value for value, _ in found], found[0][1]
-        for _, other in found[1:]:
-            if not bounds.meets(other):
-                yield SharedValue(key, math.nan, seen="each")
-                return
-            bounds = bounds.within(other)
         if values[0].shape and len(found) == 1:
             return
-        if not bool(bounds.are_known.any()):
+        for _, other in found[1:]:
+            bounds = bounds.within(other)
+            if not bounds.are_possible:
+                break
+        if not (bounds.are_possible and bool(bounds.are_known.any())):
             yield SharedValue(key, math.nan, seen="each")
             return
         seen = "several" if len(found) >= (_MANY_SAMPLES if bounds.are_whole else 2) else "one"
