@@ -1,5 +1,6 @@
 """Two processes, each with a part of the samples, fill `.grad` as one process does, or refuse together."""
 
+import warnings
 from contextlib import suppress
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +74,46 @@ def processes(tmp_path_factory):
 def test_two_processes_give_what_one_gives(processes):
     expected = {reduction: gradients(Network(), [slice(0, 8)], reduction) for reduction in ("mean", "sum")}
     processes.run(check, expected)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second, self.third = nn.Linear(6, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, whole):
+        h = torch.tanh(self.first(x))
+        return self.third(torch.tanh(self.second(h)) if whole else h)
+
+
+def train_branches(wrap, kinds):
+    """The gradients where a process leaves out a layer that another process has used before."""
+    model = wrap(Branching()) if wrap else Branching()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.7))
+    x, y = samples()
+    for part, kind in kinds:
+        F.cross_entropy(model(x[part : part + 2], kind), y[part : part + 2]).backward()
+        clipper.clip_and_accumulate()
+    clipper.pre_step()
+    clipper.detach()
+    return [whole(p.grad).clone() for p in model.parameters()]
+
+
+BRANCHES = [(0, True), (2, False)], [(4, False), (6, False)], [(4, False), (6, True)]
+
+
+def train_own_branches(wrap, other):
+    return train_branches(wrap, BRANCHES[other if dist.get_rank() else 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [1, 2])
+def test_processes_may_use_layers_in_another_order(processes, other):
+    expected = train_branches(None, BRANCHES[0] + BRANCHES[other])
+    for wrap in (DistributedDataParallel, fully_shard):
+        for found in processes.run(train_own_branches, wrap, other):
+            torch.testing.assert_close(found, expected)
 
 
 HUGE = float("inf")
@@ -563,6 +604,53 @@ def test_a_sharded_model_may_be_called_twice(processes, chained):
             torch.testing.assert_close(found, expected)
 
 
+class WithMethods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second, self.gate = nn.Linear(6, 8), nn.Linear(8, 3), nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x):
+        return self.encode(x)
+
+    def encode(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+    def gated(self, x):
+        return self.encode(x) * self.gate
+
+
+def train_by_a_method(name, way):
+    """The gradients of three steps of the same samples on every process, or the words of a refusal."""
+    model = WithMethods()
+    if way:
+        model = WAYS[way](model)
+        register_fsdp_forward_method(model, name)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.2))
+    found = []
+    try:
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            F.cross_entropy(getattr(model, name)(x), torch.arange(4) % 3).backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            found += [whole(p.grad).clone() for p in model.parameters()]
+    except UnsupportedGradientError as error:
+        return str(error)
+    finally:
+        clipper.detach()
+    return found
+
+
+@pytest.mark.slow
+def test_a_registered_method_of_a_sharded_model_may_call_layers(processes):
+    for way in ("whole", "layers"):
+        for found in processes.run(train_by_a_method, "encode", way):
+            torch.testing.assert_close(found, train_by_a_method("encode", ""))
+        for found in processes.run(train_by_a_method, "gated", way):
+            assert "parameter gate was used outside of the module's forward" in found
+
+
 # One process refuses alone, catches the error, and goes on
 
 
@@ -578,8 +666,10 @@ class Pair(nn.Module):
 
     def forward(self, h):
         if WAY[0] == "other rows":
-            return self.one(torch.cat([h, h[:1]]))[: len(h)]
+            return self.one(torch.cat([h, h[:1]]))[: len(h)].clone()
         h = self.one(h)
+        if WAY[0] == "a weight beside its layer":
+            h = h * self.one.weight.mean()
         return h + self.other(h) if WAY[0] == "a new layer" else h
 
 
@@ -606,6 +696,7 @@ class FailingRule(gg.FlatNormClipper):
 REFUSALS = {
     "other rows": "a layer got a tensor with 5 rows where 4 samples were expected",
     "a new layer": "Linear did not run when the clipper examined the model",
+    "a weight beside its layer": "one.weight",
     "rows that meet between": "samples may meet between two calls of the module",
     "an output of no sample": "in which no dimension belongs to samples alone",
     "own losses": "per_sample_losses: the function takes a tensor of shape",
@@ -618,11 +709,10 @@ REFUSALS = {
 
 def loss_of_refusable(model, clipper, way, x, y):
     output, shared = model(x)
-    if way == "rows that meet between":
-        output, _ = model(output - output.mean(0))
+    again, _ = model(output - output.mean(0) if way == "rows that meet between" else output * 2)
     if way == "own losses":
-        return clipper.per_sample_losses(lambda o, t: F.cross_entropy(o, t) + 0 * shared.sum(), output, y).mean()
-    loss = F.cross_entropy(output, y)
+        return clipper.per_sample_losses(lambda o, t: F.cross_entropy(o, t) + 0 * shared.sum(), again, y).mean()
+    loss = F.cross_entropy(output, y) + F.cross_entropy(again, y)
     if way == "an output of no sample":
         loss = loss + shared.sum()
     if way == "losses that meet":
@@ -642,7 +732,8 @@ def clipped_alone(step, left_out=()):
     for rank, part in {(0, 0), (0, 1), (1, 0), (1, 1)} - {*left_out}:
         x, y = samples_of(step, rank, part)
         for i in range(len(x)):
-            loss = F.cross_entropy(model(x[i : i + 1].double())[0], y[i : i + 1])
+            output = model(x[i : i + 1].double())[0]
+            loss = F.cross_entropy(output, y[i : i + 1]) + F.cross_entropy(model(output * 2)[0], y[i : i + 1])
             grads = torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True)
             factor = min(1.0, 0.5 / float(torch.stack([g.norm() for g in grads]).norm()))
             each.append([g * factor for g in grads])
@@ -664,7 +755,9 @@ def refuse_alone(way, wrap, check):
                 WAY[0], rule.fails = way if now else "", now and way == "a rule that fails"
                 x, y = samples_of(step, rank, part)
                 loss = loss_of_refusable(model, clipper, way if now else "", x, y)
-                loss.backward(create_graph=now and way == "a graph of the gradient")
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+                    loss.backward(create_graph=now and way == "a graph of the gradient")
                 clipper.clip_and_accumulate()
             if refuses and way == "a gradient":
                 parameter = next(iter(model.parameters()))
@@ -678,7 +771,7 @@ def refuse_alone(way, wrap, check):
     return found
 
 
-UNCHECKED = "other rows", "a new layer", "an output of no sample", "a rule that fails"
+UNCHECKED = "other rows", "a new layer", "a weight beside its layer", "a graph of the gradient", "a rule that fails"
 
 
 @pytest.mark.slow
@@ -737,10 +830,11 @@ def refuse_alone_in_a_replica(then):
         refuses = step == 1 and rank == 1
         model.zero_grad()
         for part in range(2):
-            WAY[0] = "other rows" if refuses and (part == 1 or then == "nothing") else ""
+            WAY[0] = "other rows" if refuses and part == 1 and then == "fewer samples" else ""
+            meets = "losses that meet" if refuses and then == "nothing" else ""
             x, y = samples_of(step, rank, part)
             with suppress(UnsupportedGradientError):
-                F.cross_entropy(model(x)[0], y).backward()
+                loss_of_refusable(model, clipper, meets, x, y).backward()
                 clipper.clip_and_accumulate()
         if refuses and then == "a gradient":
             model.module.first.weight.grad = torch.ones(8, 6)
@@ -762,7 +856,8 @@ def test_a_process_of_replicas_that_refuses_leaves_out_its_samples_or_stops_all(
         if then != "fewer samples":
             words = found.pop(1)
             del expected[1]
+            assert ("found nothing to take" if then == "nothing" else REFUSALS[then]) in words
             assert rank or "process 1 of DistributedDataParallel refused its part" in words
-            assert REFUSALS[then if then in REFUSALS else "other rows"] in words or rank
+            assert rank or then != "nothing" or "Before: UnsupportedGradientError: the loss is not the mean" in words
         for grads, exact in zip(found, expected.values(), strict=True):
             torch.testing.assert_close([g.double() for g in grads], exact, rtol=1e-4, atol=1e-6)

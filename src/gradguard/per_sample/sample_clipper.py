@@ -817,7 +817,8 @@ class PerSampleGradientClipper:
         size = self._accumulation.batch_size or 0
         if self._group is None:
             return self._take(self._scaler_scale() / self._divisor(size)), size
-        taken = self._accumulation.take(self.trained, 1.0)
+        sums = self._accumulation.take(self.trained, 1.0)
+        taken = {name: sums[name] for name in self._names}  # processes may have used layers in another order
         told = torch.tensor([float(size), float(self._finite is not None)], dtype=torch.float64, device=self._device)
         finite = torch.zeros_like(told[:1]) if self._finite is None else self._finite.to(told).view(1)
         told = torch.cat([told, finite])
