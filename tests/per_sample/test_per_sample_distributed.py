@@ -861,3 +861,24 @@ def test_a_process_of_replicas_that_refuses_leaves_out_its_samples_or_stops_all(
             assert rank or then != "nothing" or "Before: UnsupportedGradientError: the loss is not the mean" in words
         for grads, exact in zip(found, expected.values(), strict=True):
             torch.testing.assert_close([g.double() for g in grads], exact, rtol=1e-4, atol=1e-6)
+
+
+def take_unevenly():
+    clipper = gg.PerSampleGradientClipper(DistributedDataParallel(Refusable()), gg.FlatNormClipper(0.5))
+    clipper.refuse_ambiguous_losses()
+    x, y = samples_of(0, dist.get_rank(), 0)
+    for meets in (True, False)[1 - dist.get_rank() :]:
+        with suppress(UnsupportedGradientError):
+            output, _ = clipper.module(x)
+            (F.cross_entropy(output, y) + (output.mean(0).square().sum() if meets else 0)).backward()
+            clipper.clip_and_accumulate()
+    with pytest.raises(UnsupportedGradientError, match="one process has refused samples of this step") as refusal:
+        clipper.take()
+    clipper.detach()
+    return str(refusal.value)
+
+
+@pytest.mark.slow
+def test_private_processes_release_nothing_of_a_step_that_one_has_refused_in_part(processes):
+    for words in processes.run(take_unevenly):
+        assert "The reason there: UnsupportedGradientError: a batch was refused. Before: Unsupported" in words
