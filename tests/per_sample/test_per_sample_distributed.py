@@ -1,12 +1,15 @@
 """Two processes, each with a part of the samples, fill `.grad` as one process does, or refuse together."""
 
+import warnings
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +76,46 @@ def test_two_processes_give_what_one_gives(processes):
     processes.run(check, expected)
 
 
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second, self.third = nn.Linear(6, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, whole):
+        h = torch.tanh(self.first(x))
+        return self.third(torch.tanh(self.second(h)) if whole else h)
+
+
+def train_branches(wrap, kinds):
+    """The gradients where a process leaves out a layer that another process has used before."""
+    model = wrap(Branching()) if wrap else Branching()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.7))
+    x, y = samples()
+    for part, kind in kinds:
+        F.cross_entropy(model(x[part : part + 2], kind), y[part : part + 2]).backward()
+        clipper.clip_and_accumulate()
+    clipper.pre_step()
+    clipper.detach()
+    return [whole(p.grad).clone() for p in model.parameters()]
+
+
+BRANCHES = [(0, True), (2, False)], [(4, False), (6, False)], [(4, False), (6, True)]
+
+
+def train_own_branches(wrap, other):
+    return train_branches(wrap, BRANCHES[other if dist.get_rank() else 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [1, 2])
+def test_processes_may_use_layers_in_another_order(processes, other):
+    expected = train_branches(None, BRANCHES[0] + BRANCHES[other])
+    for wrap in (DistributedDataParallel, fully_shard):
+        for found in processes.run(train_own_branches, wrap, other):
+            torch.testing.assert_close(found, expected)
+
+
 HUGE = float("inf")
 
 
@@ -132,6 +175,16 @@ class Normalizing(torch.autograd.Function):
         return g / g.norm(dim=1, keepdim=True).clamp(min=1e-9) * 0.1 if HIDDEN[0] else g
 
 
+class CouplingMany(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g - g.mean(0) if len(g) > 4 else g
+
+
 class Mixing(nn.Module):
     """Mixes samples in one way, where ``flag`` and a global variable say so."""
 
@@ -175,6 +228,9 @@ class Mixing(nn.Module):
 
     def backward_of_a_function(self, h, x):
         return Normalizing.apply(h)
+
+    def backward_of_many(self, h, x):
+        return CouplingMany.apply(h)
 
     def previous_sample(self, h, x):
         return h + 0.1 * h.roll(1, 0)
@@ -247,6 +303,33 @@ def test_a_sharded_model_that_mixes_samples_is_refused_where_a_whole_one_is(proc
                 case,
                 words,
             )
+
+
+def train_other_sizes(way):
+    """The batch size at which a model is refused that couples more than four samples, in backward only."""
+    model = Mixing("backward_of_many")
+    model = WAYS[way](model) if way else model
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    try:
+        for size in (3, 4, 6):
+            output = model(torch.randn(size, 6, generator=torch.Generator().manual_seed(size)))
+            F.cross_entropy(output, torch.arange(size) % 3).backward()
+            clipper.clip_and_accumulate()
+    except UnsupportedGradientError as error:
+        return size, str(error)
+    finally:
+        clipper.detach()
+    return 0, ""
+
+
+@pytest.mark.slow
+def test_gradients_of_a_sharded_model_are_compared_at_each_new_size(processes):
+    size, words = train_other_sizes("")
+    assert size == 6
+    assert "in the batch of 6 is not the gradient of the sample alone" in words
+    for way in ("layers", "whole"):
+        for found, _ in processes.run(train_other_sizes, way):
+            assert found == 6, way
 
 
 def train_plain(check):
@@ -519,3 +602,283 @@ def test_a_sharded_model_may_be_called_twice(processes, chained):
     for way in ("whole", "layers"):
         for found in processes.run(train_with_two_calls, chained, way):
             torch.testing.assert_close(found, expected)
+
+
+class WithMethods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second, self.gate = nn.Linear(6, 8), nn.Linear(8, 3), nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x):
+        return self.encode(x)
+
+    def encode(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+    def gated(self, x):
+        return self.encode(x) * self.gate
+
+
+def train_by_a_method(name, way):
+    """The gradients of three steps of the same samples on every process, or the words of a refusal."""
+    model = WithMethods()
+    if way:
+        model = WAYS[way](model)
+        register_fsdp_forward_method(model, name)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.2))
+    found = []
+    try:
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            F.cross_entropy(getattr(model, name)(x), torch.arange(4) % 3).backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            found += [whole(p.grad).clone() for p in model.parameters()]
+    except UnsupportedGradientError as error:
+        return str(error)
+    finally:
+        clipper.detach()
+    return found
+
+
+@pytest.mark.slow
+def test_a_registered_method_of_a_sharded_model_may_call_layers(processes):
+    for way in ("whole", "layers"):
+        for found in processes.run(train_by_a_method, "encode", way):
+            torch.testing.assert_close(found, train_by_a_method("encode", ""))
+        for found in processes.run(train_by_a_method, "gated", way):
+            assert "parameter gate was used outside of the module's forward" in found
+
+
+# One process refuses alone, catches the error, and goes on
+
+
+WAY = [""]
+
+
+class Pair(nn.Module):
+    """Does something that the clipper refuses inside a forward, where ``WAY`` says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, h):
+        if WAY[0] == "other rows":
+            return self.one(torch.cat([h, h[:1]]))[: len(h)].clone()
+        h = self.one(h)
+        if WAY[0] == "a weight beside its layer":
+            h = h * self.one.weight.mean()
+        return h + self.other(h) if WAY[0] == "a new layer" else h
+
+
+class Refusable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(6, 8), Pair(), nn.Linear(8, 6)
+
+    def forward(self, x):
+        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.third(h), h.mean(0)
+
+
+class FailingRule(gg.FlatNormClipper):
+    fails = False
+
+    def calc_clipping_factors(self, norms):
+        if self.fails:
+            raise ValueError("this rule fails")
+        return super().calc_clipping_factors(norms)
+
+
+REFUSALS = {
+    "other rows": "a layer got a tensor with 5 rows where 4 samples were expected",
+    "a new layer": "Linear did not run when the clipper examined the model",
+    "a weight beside its layer": "one.weight",
+    "rows that meet between": "samples may meet between two calls of the module",
+    "an output of no sample": "in which no dimension belongs to samples alone",
+    "own losses": "per_sample_losses: the function takes a tensor of shape",
+    "a graph of the gradient": "a backward with create_graph=True",
+    "a rule that fails": "this rule fails",
+    "losses that meet": "",
+    "a gradient": "holds a gradient that was not clipped",
+}
+
+
+def loss_of_refusable(model, clipper, way, x, y):
+    output, shared = model(x)
+    again, _ = model(output - output.mean(0) if way == "rows that meet between" else output * 2)
+    if way == "own losses":
+        return clipper.per_sample_losses(lambda o, t: F.cross_entropy(o, t) + 0 * shared.sum(), again, y).mean()
+    loss = F.cross_entropy(output, y) + F.cross_entropy(again, y)
+    if way == "an output of no sample":
+        loss = loss + shared.sum()
+    if way == "losses that meet":
+        loss = loss + output.mean(0).square().sum()
+    return loss
+
+
+def samples_of(step, rank, part):
+    generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+    return torch.randn(4, 6, generator=generator), torch.randint(0, 6, (4,), generator=generator)
+
+
+def clipped_alone(step, left_out=()):
+    """The average of all processes' clipped gradients in a step, from each sample alone in float64."""
+    model = Refusable().double()
+    parameters, each = [*model.parameters()], []
+    for rank, part in {(0, 0), (0, 1), (1, 0), (1, 1)} - {*left_out}:
+        x, y = samples_of(step, rank, part)
+        for i in range(len(x)):
+            output = model(x[i : i + 1].double())[0]
+            loss = F.cross_entropy(output, y[i : i + 1]) + F.cross_entropy(model(output * 2)[0], y[i : i + 1])
+            grads = torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True)
+            factor = min(1.0, 0.5 / float(torch.stack([g.norm() for g in grads]).norm()))
+            each.append([g * factor for g in grads])
+    return [torch.stack(grads).mean(0) for grads in zip(*each, strict=True)]
+
+
+def refuse_alone(way, wrap, check):
+    """The gradients of three steps of two mini-batches, or the words that a step was refused with."""
+    model = WAYS[wrap](Refusable())
+    rule = FailingRule(0.5)
+    clipper = gg.PerSampleGradientClipper(model, rule, check=check)
+    rank, found = dist.get_rank(), []
+    for step in range(3):
+        refuses = step == 1 and rank == 1
+        model.zero_grad()
+        try:
+            for part in range(2):
+                now = refuses and part == 1
+                WAY[0], rule.fails = way if now else "", now and way == "a rule that fails"
+                x, y = samples_of(step, rank, part)
+                loss = loss_of_refusable(model, clipper, way if now else "", x, y)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+                    loss.backward(create_graph=now and way == "a graph of the gradient")
+                clipper.clip_and_accumulate()
+            if refuses and way == "a gradient":
+                parameter = next(iter(model.parameters()))
+                parameter.grad = torch.ones_like(parameter)
+            clipper.pre_step()
+            found.append([whole(p.grad).clone() for p in model.parameters()])
+        except (UnsupportedGradientError, ValueError) as error:
+            found.append(str(error))
+            clipper.discard()
+    clipper.detach()
+    return found
+
+
+UNCHECKED = "other rows", "a new layer", "a weight beside its layer", "a graph of the gradient", "a rule that fails"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["whole", "layers", "2 x 1"])
+@pytest.mark.parametrize("way", REFUSALS)
+def test_what_one_process_refuses_all_refuse_and_the_next_step_is_exact(processes, way, wrap):
+    for check in (True, False)[: 1 + (way in UNCHECKED and wrap == "layers")]:
+        for rank, found in enumerate(processes.run(refuse_alone, way, wrap, check, seconds=60)):
+            for step in (0, 2):
+                grads = [g.double() for g in found[step]]
+                torch.testing.assert_close(grads, clipped_alone(step), rtol=1e-4, atol=1e-6, msg=f"{rank} {step}")
+            assert REFUSALS[way] in found[1]
+            assert rank or "process 1 of the sharded model refused its part" in found[1]
+
+
+class RuleWithSteps(gg.FlatNormClipper):
+    def finish_step(self):
+        if dist.get_rank() == 1 and WAY[0] == "a step that fails":
+            raise ValueError("this rule cannot end a step")
+
+
+def fail_after_the_sums(wrap):
+    model = {**WAYS, "ddp": DistributedDataParallel}[wrap](Refusable())
+    clipper = gg.PerSampleGradientClipper(model, RuleWithSteps(0.5))
+    found = []
+    for step in range(2):
+        WAY[0] = "" if step else "a step that fails"
+        x, y = samples_of(step, dist.get_rank(), 0)
+        try:
+            F.cross_entropy(model(x)[0], y).backward()
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            found.append("")
+        except (UnsupportedGradientError, ValueError) as error:
+            found.append(str(error))
+    clipper.detach()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["whole", "ddp"])
+def test_processes_that_have_taken_different_numbers_of_steps_are_refused(processes, wrap):
+    first, second = processes.run(fail_after_the_sums, wrap, seconds=60)
+    assert first[0] == ""
+    assert second[0] == "this rule cannot end a step"
+    for found in (first, second):
+        assert "one process has taken 0 steps and another 1" in found[1]
+
+
+def refuse_alone_in_a_replica(then):
+    """As `refuse_alone`, in a DistributedDataParallel: the process that refuses raises its error at once."""
+    model = DistributedDataParallel(Refusable())
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    rank, found = dist.get_rank(), []
+    for step in range(3):
+        refuses = step == 1 and rank == 1
+        model.zero_grad()
+        for part in range(2):
+            WAY[0] = "other rows" if refuses and part == 1 and then == "fewer samples" else ""
+            meets = "losses that meet" if refuses and then == "nothing" else ""
+            x, y = samples_of(step, rank, part)
+            with suppress(UnsupportedGradientError):
+                loss_of_refusable(model, clipper, meets, x, y).backward()
+                clipper.clip_and_accumulate()
+        if refuses and then == "a gradient":
+            model.module.first.weight.grad = torch.ones(8, 6)
+        try:
+            clipper.pre_step()
+            found.append([p.grad.clone() for p in model.parameters()])
+        except (UnsupportedGradientError, ValueError) as error:
+            found.append(str(error))
+            clipper.discard()
+    clipper.detach()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["fewer samples", "nothing", "a gradient"])
+def test_a_process_of_replicas_that_refuses_leaves_out_its_samples_or_stops_all(processes, then):
+    for rank, found in enumerate(processes.run(refuse_alone_in_a_replica, then, seconds=60)):
+        expected = {step: clipped_alone(step, [(1, 1)] if step == 1 else []) for step in range(3)}
+        if then != "fewer samples":
+            words = found.pop(1)
+            del expected[1]
+            assert ("found nothing to take" if then == "nothing" else REFUSALS[then]) in words
+            assert rank or "process 1 of DistributedDataParallel refused its part" in words
+            assert rank or then != "nothing" or "Before: UnsupportedGradientError: the loss is not the mean" in words
+        for grads, exact in zip(found, expected.values(), strict=True):
+            torch.testing.assert_close([g.double() for g in grads], exact, rtol=1e-4, atol=1e-6)
+
+
+def take_unevenly():
+    clipper = gg.PerSampleGradientClipper(DistributedDataParallel(Refusable()), gg.FlatNormClipper(0.5))
+    clipper.refuse_ambiguous_losses()
+    x, y = samples_of(0, dist.get_rank(), 0)
+    for meets in (True, False)[1 - dist.get_rank() :]:
+        with suppress(UnsupportedGradientError):
+            output, _ = clipper.module(x)
+            (F.cross_entropy(output, y) + (output.mean(0).square().sum() if meets else 0)).backward()
+            clipper.clip_and_accumulate()
+    with pytest.raises(UnsupportedGradientError, match="one process has refused samples of this step") as refusal:
+        clipper.take()
+    clipper.detach()
+    return str(refusal.value)
+
+
+@pytest.mark.slow
+def test_private_processes_release_nothing_of_a_step_that_one_has_refused_in_part(processes):
+    for words in processes.run(take_unevenly):
+        assert "The reason there: UnsupportedGradientError: a batch was refused. Before: Unsupported" in words

@@ -65,6 +65,15 @@ def _check(name: str, parameter: Any, held: dict[int, Any]) -> None:
         )
 
 
+def own_parameters(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return the modules and attributes that hold parameters, by the module that gathers them with itself."""
+    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for unit, module, slot in _own_slots(model):
+        if parameter_slots(module)[slot] is not None:
+            found.setdefault(unit, []).append((module, slot))
+    return found
+
+
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Gather every layer of ``model`` in a block; all ranks enter it together. A plain model is left as it is.

@@ -7,15 +7,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradguard.distributed.fully_sharded import is_fully_sharded
+from gradguard.distributed.fully_sharded import is_fully_sharded, own_parameters
+from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.together import Place, Together
-from gradguard.errors import UnsupportedGradientError
+from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.listeners import changes_on_the_way
 from gradguard.module_hooks import ForwardHook
 from gradguard.per_sample.call_arguments import (
@@ -30,7 +31,7 @@ from gradguard.per_sample.call_arguments import (
     versions_of,
     written,
 )
-from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
+from gradguard.per_sample.capture import Keep, LayerCapture, RunningCall, autocast_of
 from gradguard.per_sample.carried_state import CarriedState, HeldTensors
 from gradguard.per_sample.dry_run import CallObserver
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
@@ -74,6 +75,8 @@ from gradguard.torch_private import (
     parameters_in,
     stop_compiling,
 )
+
+_Result = TypeVar("_Result")
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 _UNREAD = LossCheck("share", True, lambda: 1.0, reads=False)
@@ -141,7 +144,9 @@ class CallTracker:
         self._quiet = False
         self.last_calls: dict[nn.Module, OuterCall] = {}
         self.planner = LayerPlanner(names, self._observed_by)
-        self.together = Together(module, group if self.planner.sharded else None, rehearse is not None)
+        self.together = Together(module, group, self.planner.sharded, rehearse is not None)
+        self._capture.keep = self.together.keep
+        self._units = own_parameters(module) if self._capture.keep is not None else {}
         self._shards = [*module.parameters()] if self.planner.sharded else []
         self._noted, self._ended = False, None
         self._given_to_hooks: Arguments | None = None
@@ -268,6 +273,7 @@ class CallTracker:
         """Collect gradients in a separate `GradientCollector`, in a block that calls the module by ``pattern``."""
         capture = self._capture
         before = capture.collector, dict(self.last_calls), list(self._unverified)
+        keep, capture.keep = capture.keep, None
         size, verifying = capture.batch_size, capture.verifying  # a checkpoint reads these again in backward
         capture.collector = GradientCollector(before[0].shared | self.planner.shared)
         self._rehearsed = pattern
@@ -275,6 +281,7 @@ class CallTracker:
             yield capture.collector
         finally:
             capture.collector, self.last_calls, self._unverified = before
+            capture.keep = keep
             capture.batch_size, capture.verifying = size, verifying
             self._rehearsed = None
 
@@ -384,22 +391,23 @@ class CallTracker:
         notes = self._trace is not None and (self._trace.pause() or self._noted)
         self._noted = False
         given, self._given_to_hooks = self._given_to_hooks, None
+        if module in self._units and self._capture.keep is not None:
+            self._guard((self._names[place], parameter_slots(place[0])[place[1]]) for place in self._units[module])
         if not self._stack:
-            self._look_at_order(module)
             self._begin(module, (args, kwargs), given)
             if self._loop is not None:
                 self._stack.append(self._start_loop(self._loop))
                 return None
             notes = self._trace is not None
         caller = self._stack[-1] if self._stack else None
-        running = RunningCall(module, self._next_plan(module), caller, (args, kwargs))
+        running = RunningCall(module, self._or_kept(self._next_plan, _NOTHING, module), caller, (args, kwargs))
         # Other hooks run between the clipper's two, while parameters are withheld from autograd.
         is_first = caller is None and self._first[module].id != self._hooks[module][1]
         running.exposed = is_first or hook_order(module) != self._hooks[module]
         if caller is None and self._witnessed is not None:
             self._witnessed.draws = running.places.enter_context(Draws())
         self._stack.append(running)
-        changed = self._capture.start(running)
+        changed = self._or_kept(self._capture.start, None, running)
         if self._trace is not None and notes:
             if given is not None:
                 self._trace.passes(tensor_leaves(given), tensor_leaves((args, kwargs)))
@@ -437,19 +445,27 @@ class CallTracker:
                 self._loop = self._witnessed = None
                 return None
             if is_outermost:
+                kept = True
                 with self._with_others(module, Place.FORWARD_ENDS) as decide:
-                    changed = self._end(running, output, decide)
+                    changed, kept = self._end(running, output, decide), False
+                if kept:
+                    changed = self._capture.anchored(output)
                 if is_fully_sharded(module):  # its hooks come next
                     self._ended = module
                     return changed
                 return self._give_out(module, changed, output)
             changed = self._capture.end(running, output)
             return changed
-        except UnsupportedGradientError:
-            if self._trace is not None and not is_outermost:
-                self._chosen_rows(self._stack[0].module, self._trace)
-            self.planner.forget()  # the next step examines the model again
-            raise
+        except GradguardError as error:
+            if isinstance(error, UnsupportedGradientError):
+                if self._trace is not None and not is_outermost:
+                    self._chosen_rows(self._stack[0].module, self._trace)
+                self.planner.forget()  # the next step examines the model again
+            if is_outermost or self._capture.keep is None:
+                raise
+            self._capture.keep(error)
+            changed = self._capture.anchored(output)
+            return changed
         finally:
             if is_outermost:
                 self._trace = None
@@ -461,6 +477,16 @@ class CallTracker:
                     self._noted = True
                 else:
                     self._trace.resume()
+
+    def _or_kept(self, function: Callable[..., _Result], otherwise: _Result, *args: Any) -> _Result:
+        """Return the result of a function, or ``otherwise`` once its error is kept until the processes meet."""
+        try:
+            return function(*args)
+        except GradguardError as error:
+            if self._capture.keep is None:
+                raise
+            self._capture.keep(error)
+            return otherwise
 
     def _look_at_order(self, module: nn.Module) -> None:
         """Check that an outermost call was entered before other hooks, and let it end after them.
@@ -510,9 +536,11 @@ class CallTracker:
         Yields:
             The function to call with whether ``module`` must run again in this process.
         """
-        runs_again = self._rehearsed is not None or current_graph_task() != -1
-        if runs_again or not any(map(parameter_slots, module.modules())):
+        if self._rehearsed is not None:
             yield lambda needed: None
+        elif current_graph_task() != -1 or not any(map(parameter_slots, module.modules())):
+            with self.together.keeping():
+                yield lambda needed: None
         else:
             with self.together.at(place) as decide:
                 yield decide
@@ -664,7 +692,12 @@ class CallTracker:
             given: The arguments before the hooks of ``fully_shard``; None if it has none.
         """
         with self._with_others(module, Place.FORWARD_BEGINS) as decide:
+            self._look_at_order(module)
             self._prepare(module, arguments, given or arguments, decide)
+            return
+        # An error is kept: the call goes on as one without samples, which clips nothing and passes backward on.
+        self._capture.batch_size = 0
+        self._loop = self._witnessed = self._trace = None
 
     def _prepare(
         self, module: nn.Module, arguments: Arguments, given: Arguments, decide: Callable[[bool], None]
@@ -825,7 +858,7 @@ class CallTracker:
         self._loss_check.add_outputs(tensors, axes)
         for position, words in pattern.unowned.items():
             if position < len(tensors) and tensors[position].requires_grad:
-                tensors[position].register_hook(partial(_refuse, words))
+                tensors[position].register_hook(partial(_refuse, words, self._capture.keep))
         return changed
 
     def _look_at_trained(self) -> None:
@@ -838,15 +871,19 @@ class CallTracker:
         self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
         if trained == self.trained:
             return
-        for name in trained if self._rehearsed is None else ():
-            parameter = parameters[name]
-            if id(parameter) not in self._guarded:
-                self._guarded.add(id(parameter))
-                hook = partial(_bypassed, weakref.ref(self), name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        if self._rehearsed is None:
+            self._guard((name, parameters[name]) for name in trained)
         self._capture.train(trained)
         self.planner.train(trained)
         self.trained = trained
+
+    def _guard(self, parameters: Iterable[tuple[str, Tensor | None]]) -> None:
+        """Put a hook on each trained parameter that detects a gradient which bypassed the layers."""
+        for name, parameter in parameters:
+            if parameter is not None and id(parameter) not in self._guarded and parameter.requires_grad:
+                self._guarded.add(id(parameter))
+                hook = partial(_bypassed, weakref.ref(self), name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """Return the plan of this call of ``module``."""
@@ -879,6 +916,7 @@ class CallTracker:
             self._trace.pause()
         self._trace = None
         self._untried.clear()
+        self._unverified.clear()
         self._carried.clear()
         self.witness.forget()
         while self._stack:
@@ -892,18 +930,23 @@ class CallTracker:
         """
         if self._quiet or parameter.grad is None:  # autograd calls the hook without a gradient for unused outputs
             return
-        if name in self._without_gradient:
+        keep = self._capture.keep
+        # The other processes do not add up what a gathered parameter gets.
+        if name in self._without_gradient or (keep is not None and not is_sharded(parameter)):
             gradient, parameter.grad = parameter.grad, None
             if self.collector.take_from_checkpoint(name, gradient, current_graph_task()):
                 return
         self.collector.discard()
         self.planner.forget()
-        raise UnsupportedGradientError(
+        error = UnsupportedGradientError(
             f"parameter {name} was used outside of the module's forward (in the loss, for example, or by code that the "
             "module does not call through a layer), so each sample's contribution there is unknown. Use it inside "
             "forward; or, for a penalty on weights, give the optimizer weight_decay. For an ordinary backward, call "
             "clipper.detach() first. If forward has now used it for the first time, repeat this step."
         )
+        if keep is None:
+            raise error
+        keep(error)
 
 
 def _bypassed(tracker: "weakref.ref[CallTracker]", name: str, parameter: Tensor) -> None:
@@ -912,9 +955,11 @@ def _bypassed(tracker: "weakref.ref[CallTracker]", name: str, parameter: Tensor)
         found.bypassed(name, parameter)
 
 
-def _refuse(words: str, gradient: Tensor | None) -> None:
+def _refuse(words: str, keep: Keep | None, gradient: Tensor | None) -> None:
     if gradient is not None and bool(gradient.any()):
-        raise UnsupportedGradientError(words)
+        if keep is None:
+            raise UnsupportedGradientError(words)
+        keep(UnsupportedGradientError(words))
 
 
 def run_uncompiled(module: nn.Module) -> Callable[[], None]:

@@ -52,6 +52,9 @@ Receiver = Callable[[Sequence[Tensor], Gradients, int], None]
 """Called in backward with the saved tensors, the gradient of each value (None where autograd gave none), and the id of
 the outermost backward."""
 
+Keep = Callable[[Exception], None]
+"""Keeps an error until all processes of a sharded model can raise one."""
+
 
 _silent = threading.local()
 _silent_tasks: set[int] = set()
@@ -86,10 +89,12 @@ class Tap(torch.autograd.Function):
     """An identity whose backward calls a `Receiver`. Readers of the loss's graph recognise it by its name."""
 
     @staticmethod
-    def forward(ctx: Any, receive: Receiver, saved: tuple[Tensor, ...], anchor: Tensor, *values: Tensor) -> Any:
+    def forward(
+        ctx: Any, receive: Receiver, keep: Keep | None, saved: tuple[Tensor, ...], anchor: Tensor, *values: Tensor
+    ) -> Any:
         """Return the values, and save the tensors for the receiver."""
         del anchor  # it requires grad, so backward reaches this node even if nothing before it is trained
-        ctx.receive = receive
+        ctx.receive, ctx.keep = receive, keep
         # A reentrant checkpoint repeats the forward inside a backward, and runs this node's backward in a nested one.
         ctx.made_in = current_graph_task()
         ctx.set_materialize_grads(False)
@@ -102,18 +107,25 @@ class Tap(torch.autograd.Function):
         """Call the receiver with the gradients, and return them unchanged."""
         task = current_graph_task() if ctx.made_in == -1 else ctx.made_in
         if taps_are_silent() or task in _silent_tasks:
-            return None, None, None, *grads
-        if torch.is_grad_enabled():
-            raise UnsupportedGradientError(
-                "a backward with create_graph=True went through a module whose per-sample gradients are clipped: the "
-                "gradient of a gradient also depends on the weights in ways that the clipper does not follow. Call "
-                "clipper.detach() first, or remove the gradient penalty."
-            )
-        ctx.receive(ctx.saved_tensors, grads, task)
-        return None, None, None, *grads
+            return None, None, None, None, *grads
+        try:
+            if torch.is_grad_enabled():
+                raise UnsupportedGradientError(
+                    "a backward with create_graph=True went through a module whose per-sample gradients are clipped: "
+                    "the gradient of a gradient also depends on the weights in ways that the clipper does not follow. "
+                    "Call clipper.detach() first, or remove the gradient penalty."
+                )
+            ctx.receive(ctx.saved_tensors, grads, task)
+        except Exception as error:
+            if ctx.keep is None:
+                raise
+            ctx.keep(error)
+        return None, None, None, None, *grads
 
 
-def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+def tap(
+    receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequence[Tensor], keep: Keep | None = None
+) -> list[Tensor]:
     """Return ``values`` passed through an identity that calls ``receive`` in backward.
 
     Args:
@@ -122,8 +134,9 @@ def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequ
             check for in-place changes work.
         anchor: A scalar that requires grad.
         values: Floating-point tensors.
+        keep: Keeps an error of ``receive``, and the backward goes on; None to raise it.
     """
-    results = Tap.apply(receive, tuple([tensor.detach() for tensor in saved]), anchor, *values)
+    results = Tap.apply(receive, keep, tuple([tensor.detach() for tensor in saved]), anchor, *values)
     return list(results) if isinstance(results, tuple) else [results]
 
 
@@ -209,6 +222,7 @@ class LayerCapture:
         trained: Names of the parameters that are trained now.
         batch_size: Number of samples in the outermost call; -1 before any.
         verifying: Whether autograd computes the plain gradients as well, for a comparison.
+        keep: Keeps an error in backward until all processes of a sharded model can raise one; None to raise it.
     """
 
     def __init__(self, names: Mapping[Slot, str], aliases: Mapping[str, Sequence[Slot]], quietly: Quietly) -> None:
@@ -218,6 +232,7 @@ class LayerCapture:
         self.trained: AbstractSet[str] = frozenset()
         self.batch_size = -1
         self.verifying = False
+        self.keep: Keep | None = None
         self._wanted_of: dict[nn.Module, dict[str, str]] = {}
         self._anchors: dict[torch.device, Tensor] = {}
 
@@ -283,7 +298,7 @@ class LayerCapture:
                 name = self._names.get(slot)  # None for the result of an embedding
                 if name in self.trained and name is not None:
                     leaf = self._leaves(module).of({name: self._value(*slot)})[name]
-                    places[slot] = ParameterProxy.of(leaf, name, planned, partial(self._tap_operation, module, None))
+                    places[slot] = ParameterProxy.of(leaf, name, planned, partial(self._do_operation, module, None))
             running.places.enter_context(substituted(places))
         elif plan.treatment is Treatment.VMAP_FALLBACK:
             self._begin_fallback(running)
@@ -302,7 +317,27 @@ class LayerCapture:
             )
         if running.leaves is None:
             output = self._leaves(module).of({name: output.detach()})[name]
-        return ParameterProxy.of(output, name, plan, partial(self._tap_operation, module, (running, ids[0])))
+        return ParameterProxy.of(output, name, plan, partial(self._do_operation, module, (running, ids[0])))
+
+    def _do_operation(
+        self,
+        module: nn.Module,
+        source: tuple[RunningCall, Tensor] | None,
+        operation: Operation,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Tensor:
+        """Do an operation as `_tap_operation` does, or without a tap once its refusal is kept."""
+        try:
+            return self._tap_operation(module, source, operation, func, args, kwargs)
+        except UnsupportedGradientError as error:
+            if self.keep is None:
+                raise
+            self.keep(error)
+        plain = [a.leaf.detach() if isinstance(a, ParameterProxy) else a for a in args]
+        named = {key: a.leaf.detach() if isinstance(a, ParameterProxy) else a for key, a in kwargs.items()}
+        return self.anchored(func(*plain, **named))
 
     def _tap_operation(
         self,
@@ -342,7 +377,8 @@ class LayerCapture:
         return self._tap_outputs(Skeleton(result), saved, partial(self.collector.receive_layer, layer))
 
     def _leaves(self, module: nn.Module) -> Leaves:
-        return Leaves(module, partial(self.collector.receive_plain, current_graph_task()))
+        reached = partial(self.collector.receive_plain, current_graph_task())
+        return Leaves(module, reached if self.keep is None else partial(_keeping, self.keep, reached))
 
     def _used(self, slots: Iterable[Slot]) -> list[str]:
         """Return the names of the trained parameters in ``slots``, sorted."""
@@ -411,7 +447,7 @@ class LayerCapture:
         values = [arguments.tensors[i] for i in tapped]
         tensors: list[Tensor | None] = list(arguments.tensors)
         receive = partial(self.collector.receive_nested_call, layer)
-        for i, value in zip(tapped, tap(receive, (), self._anchor(values[0]), values), strict=True):
+        for i, value in zip(tapped, tap(receive, (), self._anchor(values[0]), values, self.keep), strict=True):
             tensors[i] = value
         caller.tapped += [value.detach() for value in values]
         return arguments.fill(tensors)
@@ -486,6 +522,11 @@ class LayerCapture:
         receiver = self.collector.receive_witnessed if witnessed else self.collector.receive_loop
         return self._tapped(returned, places, values, (), partial(receiver, loop))
 
+    def anchored(self, output: Any) -> Any:
+        """Return an output that backward reaches: in a sharded layer it must, as it does on the other processes."""
+        changed = self._tap_outputs(Skeleton(output), (), _pass)
+        return output if changed is None else changed
+
     def pass_on(self, output: Any) -> Any:
         """Return an output behind an identity, so that backwards of the loss alone run no hook of ``fully_shard``."""
         returned = Skeleton(output)
@@ -510,7 +551,7 @@ class LayerCapture:
         tensors: list[Tensor | None] = list(returned.tensors)
         if len(places) < len(tensors):
             receive = partial(_receive_all, receive, len(tensors), places)
-        results = tap(receive, saved, self._anchor(values[0]), values)
+        results = tap(receive, saved, self._anchor(values[0]), values, self.keep)
         for place, value in zip(places, results, strict=True):
             tensors[place] = value
         return returned.fill(tensors)
@@ -569,6 +610,14 @@ def _run_again(func: Any, arguments: Any, roles: Mapping[Tensor, str]) -> Run | 
 
 def _pass(saved: Sequence[Tensor], grads: Gradients, task: int) -> None:
     """Do nothing in backward."""
+
+
+def _keeping(keep: Keep, receive: Callable[[Leaves], None], leaves: Leaves) -> None:
+    """Call ``receive``, and keep its error."""
+    try:
+        receive(leaves)
+    except Exception as error:
+        keep(error)
 
 
 def _receive_all(

@@ -326,7 +326,7 @@ class _RehearsedPair:
             UnsupportedGradientError: If a sample returns something else in a smaller batch.
         """
         choose: Callable[[Sequence[Tensor]], list[Tensor | None]] = self._random_grads
-        if self._pattern.looped or self._tracker.planner.sharded:  # their sum is compared on the first step of a size
+        if self._pattern.looped:  # their sum is compared on the first step of a size
             choose = _no_grads
         try:
             loop, found = self._run(choose, up)

@@ -5,7 +5,7 @@ r"""Clip each sample's gradient before the sum over the batch, from one forward 
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -202,6 +202,8 @@ class PerSampleGradientClipper:
                 self._loss_check,
                 self._group,
             )
+            self._tracker.together.drop = weakref.WeakMethod(self.discard)
+            self._loss_check.keep = self._tracker.together.keep
             attached.callback(self._tracker.remove)
             if check:
                 self._tracker.witness = Witness(weakref.WeakMethod(self._second_opinion))
@@ -257,10 +259,14 @@ class PerSampleGradientClipper:
             24
         """
         if not (isinstance(value, Tensor) and value.dim()) and type(value) not in (int, float):
-            raise InvalidTypeError(
+            error = InvalidTypeError(
                 f"constant: expected a float, or a tensor with a dimension, got {type(value).__name__}. Call .item() "
                 "on a tensor of one number"
             )
+            if self._tracker.together.keep is None:
+                raise error
+            self._tracker.together.keep(error)
+            return value
         self._loss_check.declare(value)
         return value if isinstance(value, Tensor) else value * 1.0  # a float
 
@@ -336,6 +342,17 @@ class PerSampleGradientClipper:
             >>> clipper.pre_step().batch_size
             8
         """
+        try:
+            return self._own_losses(loss_fn, args, kwargs)
+        except (InvalidTypeError, InvalidValueError, UnsupportedGradientError) as error:
+            used = [tensor for tensor in tensor_leaves((args, kwargs)) if tensor.requires_grad]
+            keep, size = self._tracker.together.keep, self._tracker.batch_size
+            if keep is None or size < 0 or not used or not torch.is_grad_enabled():
+                raise
+            keep(error)  # the backward of a loss of zeros passes through the module as on the other processes
+            return sum([tensor.sum() * 0.0 for tensor in used[1:]], used[0].sum() * 0.0).expand(size)
+
+    def _own_losses(self, loss_fn: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         size, batch_first = self._tracker.batch_size, self._tracker.batch_first
         if not torch.is_grad_enabled():  # validation: nothing will be clipped
             first = tensor_leaves((args, kwargs))[0]
@@ -397,37 +414,60 @@ class PerSampleGradientClipper:
         An error inside the computation itself (out of memory, a wrong `NormClipper`) drops the whole step, as
         `discard` does. No sample can then count twice.
         """
-        mini_batch = self._completed()
-        self._gradients = self._clipped_by = None
-        try:
-            if mini_batch.batch_size > 0:
-                with outside_autocast(self._device), full_float32():
-                    self._accumulate(mini_batch)
-        except BaseException:
-            self.discard()  # samples of this mini-batch may be in the sums already, and must not count twice
-            raise
-        finally:
-            self._tracker.collector.discard()
-        self._accumulation.count(max(0, mini_batch.batch_size))
+        size = 0
 
-    def _completed(self) -> MiniBatch:
-        """Return the mini-batch of the last backward, after checking its gradients and that it fits this step."""
-        waiting = self._tracker.collector.mini_batch
-        if waiting is None or waiting.finished is None:  # otherwise `per_sample_gradients` has verified it already
+        def add(mini_batch: MiniBatch) -> None:
+            nonlocal size
+            self._gradients = self._clipped_by = None
+            size = max(0, mini_batch.batch_size)
             try:
-                with self._tracker.together.at(Place.CLIP) as decide:
-                    mini_batch = self._tracker.collector.completed()
-                    self._loss_scale = self._scale_of(mini_batch)
-                    conclusive = self._verify(mini_batch, decide)
-            except UnsupportedGradientError:
-                if self._tracker.planner.sharded:  # processes take the same mini-batches
-                    self.discard()
-                self._tracker.collector.discard()
-                self._tracker.planner.forget()
+                if size:
+                    with outside_autocast(self._device), full_float32():
+                        self._accumulate(mini_batch)
+            except BaseException:
+                self.discard()  # samples of this mini-batch may be in the sums already, and must not count twice
                 raise
-            self._tracker.verified(conclusive)
-        else:
-            mini_batch = self._tracker.collector.completed()
+            finally:
+                self._tracker.collector.discard()
+
+        if self._use(add):
+            self._accumulation.count(size)
+
+    def _use(self, take: Callable[[MiniBatch], object]) -> bool:
+        """Call ``take`` with the mini-batch of the last backward, after checking its gradients and that it fits.
+
+        The processes of a sharded model do this together. If one of them raises an error, all drop the step.
+
+        Returns:
+            Whether it was taken; False if an error is kept until the processes meet.
+        """
+        collector, together = self._tracker.collector, self._tracker.together
+        waiting, conclusive = collector.mini_batch, False
+        if waiting is not None and waiting.finished is not None:  # `per_sample_gradients` has verified it already
+            with together.keeping(Exception):
+                self._fit_step()
+                take(collector.completed())
+                return True
+            return False
+        try:
+            with together.at(Place.CLIP) as decide:
+                mini_batch = collector.completed()
+                self._loss_scale = self._scale_of(mini_batch)
+                self._fit_step()
+                conclusive = self._verify(mini_batch, decide)
+                take(mini_batch)
+        except Exception as error:
+            if self._tracker.planner.sharded:  # processes take the same mini-batches
+                self.discard()
+            if isinstance(error, UnsupportedGradientError):
+                collector.discard()
+                self._tracker.planner.forget()
+            raise
+        self._tracker.verified(conclusive)
+        return True
+
+    def _fit_step(self) -> None:
+        """Prepare a step that begins, or check that a mini-batch has the trained parameters of its step."""
         if self._accumulation.batch_size is None:
             self._prepare()
         elif set(self._names) != self._tracker.trained:
@@ -435,12 +475,12 @@ class PerSampleGradientClipper:
                 "parameters were frozen or unfrozen between two mini-batches of one step: call pre_step() first, or "
                 "discard() to begin the step again."
             )
-        return mini_batch
 
     def discard(self) -> None:
         """Drop the last backward and all mini-batches since the last `pre_step`: the step begins again."""
         self._tracker.recover()
         self._tracker.collector.discard()
+        self._loss_check.drop()
         self._accumulation.drop()
         self._clipped_by = None
         self.norm_clipper.drop_step()
@@ -453,8 +493,8 @@ class PerSampleGradientClipper:
                 dropped.
         """
         if after_backward:
-            self._completed()
-            self._tracker.collector.discard()
+            if not self._use(lambda mini_batch: self._tracker.collector.discard()):
+                return
         elif self._accumulation.batch_size is None:
             self._prepare()
         self._accumulation.count(0)
@@ -466,7 +506,8 @@ class PerSampleGradientClipper:
         ``.grad`` becomes the average of the clipped gradients of all N samples since the last call, in the parameter's
         dtype. For ``loss_reduction="sum"`` it is their sum, and for ``"share"`` the mean over processes of their sums.
         ``.grad`` is assigned, not added to. Under DistributedDataParallel or FSDP2, N counts the samples of all
-        processes. Every process calls this method once, and the call makes one all-reduce.
+        processes. Every process calls this method once. The call makes two all-reduces, the first of a few numbers: if
+        one process raises an error before its gradients change, all do.
 
         Returns:
             The numbers that the scale of noise follows from: ``max_norm`` for each parameter, and ``batch_size`` N.
@@ -475,14 +516,15 @@ class PerSampleGradientClipper:
             InvalidValueError: If nothing was accumulated, or if a ``.grad`` holds a gradient that was not clipped. The
                 accumulated sums are kept.
         """
-        self._accumulation.check("pre_step")
-        self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
+        with self._tracker.together.at(Place.STEP):
+            self._accumulation.check("pre_step")
+            self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
+            refuse_stale_gradients(self.trained, self._assigned)
+            if self._tracker.planner.sharded:
+                refuse_gathered(self.trained)
+            elif self._group is None:
+                refuse_wrapped(self.trained.values())
         trained = self.trained
-        refuse_stale_gradients(trained, self._assigned)
-        if self._tracker.planner.sharded:
-            refuse_gathered(trained)
-        elif self._group is None:
-            refuse_wrapped(trained.values())
         taken, size = self._summed()
         finite = self._finite if self._scaler is not None and self._scaler.is_enabled() else None
         if self._finite is not None:  # an inf where all samples overflowed makes the scaler skip and lower its scale
@@ -492,6 +534,7 @@ class PerSampleGradientClipper:
         for name, parameter in trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
             parameter.grad, self._assigned[name] = gradient, weakref.ref(gradient)
+        self._tracker.together.steps += 1
         if is_heard():
             self._tell(finite)
         max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64, device="cpu")
@@ -513,6 +556,8 @@ class PerSampleGradientClipper:
 
     def take(self) -> ClippedSums:
         """Return the clipped sums instead of filling ``.grad``, and reset them; for callers that add noise.
+
+        The sums are those of this process. If there are several, all call this method together.
 
         Raises:
             InvalidValueError: If nothing was accumulated.
@@ -546,9 +591,8 @@ class PerSampleGradientClipper:
         """
         self._refuse_fast_mode()
         if self._gradients is None or self._tracker.collector.mini_batch is not None:
-            self._keep(self._completed())
-        assert self._gradients is not None
-        return self._gradients
+            self._use(self._store)
+        return self._gradients or {}
 
     @torch.no_grad()
     def clipped_gradients(self) -> dict[str, Tensor]:
@@ -632,10 +676,11 @@ class PerSampleGradientClipper:
             UnsupportedGradientError: If a sample cannot run alone, for example because its share of the random numbers
                 that the batch drew cannot be determined.
         """
-        calls = list(self._tracker.last_calls.values())
-        if not calls:
-            raise InvalidValueError("verify() needs a batch: call the module once, with gradients enabled, first.")
+        found: list[Comparison | None] = []
         with self._tracker.together.at(Place.VERIFY) as decide:
+            calls = list(self._tracker.last_calls.values())
+            if not calls:
+                raise InvalidValueError("verify() needs a batch: call the module once, with gradients enabled, first.")
             decide(True)
             found = [compare(self._tracker, call, range(min(samples, call.batch_size))) for call in calls]
         if None in found:
@@ -653,7 +698,7 @@ class PerSampleGradientClipper:
     def _accumulate(self, mini_batch: MiniBatch) -> None:
         size = mini_batch.batch_size
         device = self._device
-        contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
+        contributions = self._store(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
         agree = self._loss_check.labels_agree
         agree = True if agree is None else agree.to(device)
@@ -697,7 +742,7 @@ class PerSampleGradientClipper:
 
         Args:
             mini_batch: The mini-batch.
-            decide: Called with whether samples run again, before they do.
+            decide: Called before samples run again.
 
         Returns:
             Whether calls of the same kinds and batch sizes need no further verification.
@@ -715,7 +760,8 @@ class PerSampleGradientClipper:
         device = self._device
         with outside_autocast(device), full_float32():
             mini_batch.finish(device)
-            decide(bool(mini_batch.witnessed or self._tracker.waits_for_carried_state))
+            if mini_batch.witnessed or self._tracker.waits_for_carried_state:
+                decide(True)
             try:
                 self._tracker.witness.look(mini_batch)
                 self._tracker.look_at_carried_state()
@@ -735,7 +781,7 @@ class PerSampleGradientClipper:
             others = [i for i in range(recorded.batch_size) if i != sample]
             return compare(self._tracker, recorded.call, [sample, *others], alone=1)
 
-    def _keep(self, mini_batch: MiniBatch) -> Contributions:
+    def _store(self, mini_batch: MiniBatch) -> Contributions:
         """Store every per-sample gradient, in the scale of a sample's own loss, and return them in backward's scale."""
         contributions = mini_batch.finish(self._device)
         scale = self._sample_scale(mini_batch.batch_size)
@@ -771,11 +817,13 @@ class PerSampleGradientClipper:
         size = self._accumulation.batch_size or 0
         if self._group is None:
             return self._take(self._scaler_scale() / self._divisor(size)), size
-        taken = self._take(1.0)
+        sums = self._accumulation.take(self.trained, 1.0)
+        taken = {name: sums[name] for name in self._names}  # processes may have used layers in another order
         told = torch.tensor([float(size), float(self._finite is not None)], dtype=torch.float64, device=self._device)
         finite = torch.zeros_like(told[:1]) if self._finite is None else self._finite.to(told).view(1)
         told = torch.cat([told, finite])
         all_reduce_sum([*taken.values(), told], self._group)
+        self.norm_clipper.finish_step()  # its error must not leave the other processes waiting
         size = int(told[0])
         # All processes skip the scaler's step or none does: a process without samples has nothing to tell.
         self._finite = None if self._scaler is None else (told[2] > 0) | (told[1] == 0)
@@ -793,9 +841,11 @@ class PerSampleGradientClipper:
         return 1 if self._adds_up else max(size, 1)
 
     def _taken(self, factor: float | None) -> ClippedSums:
-        self._accumulation.check("take")
+        with self._tracker.together.at(Place.TAKE, evenly=self._loss_check.is_private):
+            self._accumulation.check("take")
         size = self._accumulation.batch_size or 0
         sums = self._take(factor)
+        self._tracker.together.steps += 1
         return ClippedSums(self._names, [*self.trained.values()], [sums[n] for n in self._names], size)
 
     def _take(self, factor: float | Tensor | None) -> dict[str, Tensor]:

@@ -412,7 +412,8 @@ class PrivateTraining:
         if not self._pass.is_counted:
             self.accountant.step(terms.noise_multiplier, terms.sample_rate)
         self._pass.is_counted = self._batches is None
-        taken, unit = self.clipper.take_in_units()
+        with self._call_on_error(self._abandon):
+            taken, unit = self.clipper.take_in_units()
         drawn = sum(part.size for part in self._batch.taken)
         self._batch = _LogicalBatch(self._batch.open)
         _check_samples(taken.batch_size, drawn)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Batch, Gradients
-from gradguard.per_sample.capture import tap
+from gradguard.per_sample.capture import Keep, tap
 from gradguard.per_sample.layers.call import Axes, BatchAxis
 from gradguard.per_sample.loss.ledger import Ledger
 from gradguard.per_sample.loss.loss_graph import BackwardRoots, Make, Refused, Root, Unreadable, Value, make_of
@@ -101,12 +101,14 @@ class LossCheck:
         reads: As passed.
         factors: Each sample's part in the last judged loss, as a multiple of the sample's own loss, ``[B]``; NaN for a
             sample without a row; None if unknown.
+        keep: Keeps an error until all processes of a sharded model can raise one; None to raise it.
         labels_agree: A bool on the device: whether all samples have the same number of labels, which the verdict
             assumes; None if there is nothing to read later. It is read before the next forward.
     """
 
     def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], reads: bool = True) -> None:
         self._reduction, self._batch_first, self._scale, self.reads = reduction, batch_first, scale, reads
+        self.keep: Keep | None = None
         self._roots = BackwardRoots(self._look)
         self._calls: list[Outputs] = []
         self._exceeded = 0  # the limit of kept calls, if more calls were made; else 0
@@ -271,7 +273,8 @@ class LossCheck:
                 "the outputs of the whole batch instead of the rows that it is given? Or do the samples lie along "
                 "another dimension of the outputs?"
             )
-        [joined] = tap(_pass, (), torch.zeros((), device=joined.device, requires_grad=True), [joined])
+        anchor = torch.zeros((), device=joined.device, requires_grad=True)
+        [joined] = tap(_pass, (), anchor, [joined], self.keep)
         self._calls[-1].add([joined], [BatchAxis(0)])
         return joined
 
@@ -283,6 +286,11 @@ class LossCheck:
     def stop(self) -> None:
         """Watch no backward until `start`."""
         self._calls, self._exceeded, self._verifying = [], 0, False  # calls keep their graphs alive
+
+    def drop(self) -> None:
+        """Forget the values of a loss that is not judged, and what was declared for it."""
+        self._declared.clear()
+        self._shared.end(accepted=False)
 
     @property
     def is_private(self) -> bool:
@@ -373,6 +381,10 @@ class LossCheck:
         except Refused as error:
             self._seen = _SeenLoss(Make(), LossParts("unverified", str(error)))
             self.stop()
+        except Exception as error:
+            if self.keep is None:
+                raise
+            self.keep(error)
 
     def _read(self, roots: list[Root]) -> None:
         """Read a loss, and store the verdict.
