@@ -71,6 +71,8 @@ NEEDS = {
 
     "each_operation": Need("torch.utils._python_dispatch", "TorchDispatchMode",
                            "giving each sample the random numbers that it had in its batch"),
+    "saving_hooks": Need("torch._C._autograd", "_top_saved_tensors_default_hooks",
+                         "noticing hooks on what a forward saves for its backward"),
     "pop_function_mode": Need("torch._C", _STACK, "noting which functions a forward calls"),
     "decompositions": Need("torch._decomp", "get_decompositions", "bounding what fused operations round"),
 
@@ -424,6 +426,15 @@ def pop_function_mode(mode: TorchFunctionMode) -> None:
         above.append(top)
     while above:
         torch._C._push_on_torch_function_stack(above.pop())
+
+
+_top_saving_hooks = _bind("saving_hooks")
+
+
+@_needs
+def saving_hooks() -> tuple[Any, Any] | None:
+    """Return the two functions of the innermost `torch.autograd.graph.saved_tensors_hooks`; None outside of any."""
+    return _top_saving_hooks(False)
 
 
 arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")

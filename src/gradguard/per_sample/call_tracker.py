@@ -31,13 +31,14 @@ from gradguard.per_sample.call_arguments import (
     written,
 )
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
-from gradguard.per_sample.carried_state import CarriedState, HeldTensors
+from gradguard.per_sample.carried_state import CarriedState, HeldTensors, refuse_carried
 from gradguard.per_sample.dry_run import CallObserver
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.loss_check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
 from gradguard.per_sample.module_state import StateReader
 from gradguard.per_sample.operation_trace import OperationTrace
+from gradguard.per_sample.origins import MadeOfData
 from gradguard.per_sample.refusals import (
     refuse_batch_norm,
     refuse_new_parameters,
@@ -129,6 +130,7 @@ class CallTracker:
         self._given: Versions = []
         self._held_tensors = HeldTensors(())
         self._carried: dict[nn.Module, CarriedState] = {}
+        self._made_of_data = MadeOfData()
         self._nested: list[weakref.ref[Tensor]] = []
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
@@ -561,12 +563,13 @@ class CallTracker:
         trace, self._trace = self._trace, None
         if trace is None:
             return False
-        trace.ends(Skeleton(output).tensors)
+        self._made_of_data.add(trace.ends(Skeleton(output).tensors))
         self._look_at_rows(module, trace)
         if self._rehearsed is not None:
             if not self._rehearsed.sizes:  # this rehearsal compares gradients of two samples, and not outputs alone
                 self._rehearsed.operations.learn(trace)
             return False
+        refuse_carried(module, trace.returns_carried)
         call = self.last_calls[module]
         self.witness.by_value |= trace.origins.by_value
         if call.pattern.operations.is_new(trace, call.batch_size):
@@ -589,7 +592,7 @@ class CallTracker:
                 )
             decide(True)
             with self._state.as_before():
-                self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
+                self._look_again(call, trace, Skeleton(output).tensors, tries=not few and not all_alone)
             if few:
                 return True
         elif trace.origins.by_value and self._witnessed is not None:
@@ -621,7 +624,7 @@ class CallTracker:
             self.planner.choosing[module] = rows_are_chosen(module, function)
         return self.planner.choosing[module] if function else ""
 
-    def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:
+    def _look_again(self, call: OuterCall, trace: OperationTrace, outputs: Sequence[Tensor], tries: bool) -> None:
         """Rehearse a call once more if ``tries``, and let its samples run alone, because its operations are new."""
         witnessed, self._witnessed = self._witnessed, None
         with substituted(self._buffers_before):
@@ -634,7 +637,7 @@ class CallTracker:
             if witnessed is None:
                 self.witness.begin_again()
                 self.witness.look_at(MANY)
-                witnessed = self._record_now(call, outputs)
+                witnessed = self._record_now(call, trace, outputs)
         if witnessed is None:
             raise UnsupportedGradientError(
                 f"{type(call.pattern.module).__name__} did operations that it had not done before, and a second run "
@@ -694,7 +697,9 @@ class CallTracker:
             self._carried.pop(module, None)
             if size > 1 and (new_size or is_due):
                 batch = Batch(arguments, self.batch_first, size)
-                self._carried[module] = CarriedState(module, batch, autocast, self.quietly, is_trial=pattern is None)
+                self._carried[module] = CarriedState(
+                    module, batch, autocast, self.quietly, self._new_trace, self._made_of_data, pattern is None
+                )
             if pattern is None:
                 self._nested = [weakref.ref(tensor) for tensor in frozen(module, buffers=False).tensors]
         if pattern is None:
@@ -727,8 +732,7 @@ class CallTracker:
             return
         if not self.witness.is_active or not (rehearsal or rehearse is not None):
             return
-        tensors = Skeleton(arguments).tensors
-        self._trace = OperationTrace({id(p) for name, p in self.parameters().items() if name in self.trained}, tensors)
+        self._trace = self._new_trace(call.batch)
         if rehearsal:
             return
         self._witnessed = self._record(call) if self.witness.is_due else None
@@ -736,6 +740,19 @@ class CallTracker:
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
         states = generator_states if pattern.draws else states_of_torch
         self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))
+
+    def _new_trace(self, batch: Batch) -> OperationTrace:
+        """Return a trace of a call with these arguments."""
+        trained = {id(parameter) for name, parameter in self.parameters().items() if name in self.trained}
+        arguments = Skeleton(batch.arguments).tensors
+        return OperationTrace(trained, arguments, batch.of_samples, self._is_carried)
+
+    def _is_carried(self, tensor: Tensor) -> bool:
+        """Return whether an earlier forward made a tensor of its samples, and nothing puts back what held it before."""
+        if tensor not in self._made_of_data:
+            return False
+        held = [one for _, one in self._state.tensors(buffers=True)]
+        return not any(one is tensor for one in [*held, *frozen(self._module, buffers=False).tensors])
 
     def _is_due(self, pattern: CallPattern) -> bool:
         """Tell whether a sample of this mini-batch runs alone before it, and again after it."""
@@ -766,15 +783,19 @@ class CallTracker:
         loop.recorded = versions_of(self._shards or self.parameters(loop.places).values())
         return loop
 
-    def _record_now(self, call: OuterCall, outputs: Sequence[Tensor]) -> LoopedCall | None:
+    def _record_now(self, call: OuterCall, trace: OperationTrace, outputs: Sequence[Tensor]) -> LoopedCall | None:
         """Record a call that has just run, by running it again to record its random numbers.
 
         Args:
             call: The call.
+            trace: Its trace.
             outputs: The tensors that it returned.
 
         Returns:
             The recorded call; None if the second run returned something else, or the call wrote into its arguments.
+
+        Raises:
+            UnsupportedGradientError: If the second run uses what the call has stored.
         """
         if written(self._given):
             return None
@@ -783,8 +804,16 @@ class CallTracker:
             restore_generators(self._state_before)
             loop = self._record(call)
             args, kwargs = call.batch.samples(range(call.batch_size))
+            second = self._new_trace(replace(call.batch, arguments=(args, kwargs)))
             with Draws() as loop.draws, without_graph(call.pattern.module):
-                again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
+                second.resume()
+                try:
+                    again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
+                finally:
+                    second.pause()
+        self._made_of_data.add(second.ends(again))
+        stored = trace.origins.stored - second.origins.stored
+        refuse_carried(call.pattern.module, second.returns_carried, stored)
         if len(again) != len(outputs):
             return None
         axes, precision = call.pattern.output_axes, max(loop.precision, loop.draws.precision)
