@@ -3,7 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -31,7 +31,7 @@ from gradguard.per_sample.call_arguments import (
     written,
 )
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
-from gradguard.per_sample.carried_state import CarriedState, HeldTensors, refuse_carried
+from gradguard.per_sample.carried_state import CarriedState, HeldTensors
 from gradguard.per_sample.dry_run import CallObserver
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.loss_check import LossCheck
@@ -41,6 +41,7 @@ from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.origins import MadeOfData
 from gradguard.per_sample.refusals import (
     refuse_batch_norm,
+    refuse_carried,
     refuse_new_parameters,
     refuse_sharded_since,
     refuse_stand_ins,
@@ -48,6 +49,7 @@ from gradguard.per_sample.refusals import (
 )
 from gradguard.per_sample.rerun import (
     Draws,
+    UntoldDrawsError,
     copied_buffers,
     frozen,
     substituted,
@@ -490,6 +492,7 @@ class CallTracker:
             self._look_at_what_is_kept(module)
         if self._loop is not None:
             loop, self._loop = self._loop, None
+            self._look_at_loop(loop, Skeleton(output).tensors)
             return self._capture.tap_loop(loop, output)
         changed = self._capture.end(running, output)
         returned = output if changed is None else changed
@@ -649,6 +652,32 @@ class CallTracker:
         self._take_samples(witnessed, call, MANY)
         self._witnessed = witnessed
 
+    def _look_at_loop(self, loop: LoopedCall, outputs: Sequence[Tensor]) -> None:
+        """Refuse a looped call that uses what earlier calls made of their samples, or stores what its samples will use.
+
+        Raises:
+            UnsupportedGradientError: If it does.
+        """
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        self._made_of_data.add(trace.ends(outputs))
+        refuse_carried(loop.module, trace.returns_carried)
+        loop.trace = OperationTrace(is_carried=self._is_carried)
+        stored, operations = trace.origins.stored, loop.call.pattern.operations
+        if not loop.call.batch_size > 1 or stored <= operations.stored[loop.call.batch_size]:
+            return
+        args, kwargs = loop.call.batch.samples(range(loop.call.batch_size))
+        second = self._new_trace(replace(loop.call.batch, arguments=(args, kwargs)))
+        with self.quietly(), undisturbed(loop.module, drop_rate=None), suppress(UntoldDrawsError):
+            if loop.before is not None:
+                loop.before.restore()
+            with loop.draws.of_samples(range(loop.batch_size), loop.batch_size), without_graph(loop.module), second:
+                again = Skeleton(loop.module(*args, **kwargs)).tensors
+            second.ends(again)
+            refuse_carried(loop.module, second.returns_carried, stored - second.origins.stored)
+            operations.stored[loop.call.batch_size] |= stored
+
     def _take_samples(self, witnessed: LoopedCall, call: OuterCall, number: int) -> None:
         """Take samples of a call that has just run, to run them alone later, unless it wrote into its arguments."""
         if written(self._given):
@@ -805,12 +834,8 @@ class CallTracker:
             loop = self._record(call)
             args, kwargs = call.batch.samples(range(call.batch_size))
             second = self._new_trace(replace(call.batch, arguments=(args, kwargs)))
-            with Draws() as loop.draws, without_graph(call.pattern.module):
-                second.resume()
-                try:
-                    again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
-                finally:
-                    second.pause()
+            with Draws() as loop.draws, without_graph(call.pattern.module), second:
+                again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
         self._made_of_data.add(second.ends(again))
         stored = trace.origins.stored - second.origins.stored
         refuse_carried(call.pattern.module, second.returns_carried, stored)
@@ -840,6 +865,9 @@ class CallTracker:
             self._capture.put_leaves(running, loop.places)
             loop.leaves = running.leaves
         loop.draws = running.places.enter_context(Draws())
+        if self._capture.batch_size and self._rehearsed is None and self.witness.is_active:
+            self._trace = self._new_trace(loop.call.batch)
+            self._trace.resume()
         return running
 
     def _give_out(self, module: nn.Module, changed: Any, output: Any) -> Any:

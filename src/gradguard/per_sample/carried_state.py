@@ -12,7 +12,7 @@ the second must read and write values of the sample as often as the first, which
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -31,6 +31,7 @@ from gradguard.per_sample.call_arguments import (
 from gradguard.per_sample.dry_run import WithoutDropout
 from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.origins import MadeOfData
+from gradguard.per_sample.refusals import KEEPS, refuse_carried
 from gradguard.per_sample.rerun import (
     Draws,
     Quietly,
@@ -123,7 +124,7 @@ class CarriedState:
         if again is None or len(again) != len(self._outputs) or not all(map(alike, self._outputs, again)):
             raise UnsupportedGradientError(
                 f"{type(self._module).__name__} returns something else for sample {self._sample} after it was called "
-                f"with the batch than before: {_KEEPS}"
+                f"with the batch than before: {KEEPS}"
             )
 
     def _run(self, batch: Batch) -> list[Tensor] | None:
@@ -164,35 +165,6 @@ class CarriedState:
                 self._made.add(trace.ends(outputs))
                 self._returns_carried, self._stored = trace.returns_carried, trace.origins.stored
             return [tensor.detach() for tensor in outputs]
-
-
-_KEEPS = (
-    "the forward keeps values from call to call where they cannot be put back (a global variable, a closure, an "
-    "object, an array, a module in a list), so what a sample gives depends on the samples that came before it or with "
-    "it. Let the forward use a fixed number instead, or only note what it saw. What it keeps may now be made of "
-    "samples that the clipper ran by themselves: set it anew. Nothing was clipped."
-)
-
-
-def refuse_carried(module: nn.Module, returns_carried: bool, stored: Mapping[str, int] | None = None) -> None:
-    """Refuse a module whose forward uses what an earlier one made of its samples.
-
-    Args:
-        module: The outermost module.
-        returns_carried: Whether it returns what it made of a tensor of an earlier forward.
-        stored: The functions that the forward called on values of its samples, and did not call when it ran again.
-
-    Raises:
-        UnsupportedGradientError: If it does.
-    """
-    name = type(module).__name__
-    if returns_carried:
-        raise UnsupportedGradientError(f"{name} uses what an earlier call has made of its samples: {_KEEPS}")
-    if stored:
-        raise UnsupportedGradientError(
-            f"{name} called {', '.join(stored)} on values of its samples, and did not when it ran again with the same "
-            f"samples: {_KEEPS}"
-        )
 
 
 def _central(batch: Batch) -> int:

@@ -23,11 +23,11 @@ never neighbours before.
 """
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Number
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 from torch import Size, Tensor, dtype, nn
 from torch.autograd.function import BackwardCFunction
@@ -282,9 +282,15 @@ class OperationTrace(TorchFunctionMode):
         self._nodes.clear()
         return self.origins.forget()
 
+    def __enter__(self) -> Self:
+        self._paused = False
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.pause()
+
     def resume(self) -> None:
         """Record calls from now on."""
-        self._paused = False
         self.__enter__()
 
     def pause(self) -> bool:
@@ -307,9 +313,14 @@ class OperationTrace(TorchFunctionMode):
 
 
 class KnownOperations:
-    """The traces of forwards that were verified to keep samples separate."""
+    """The traces of forwards that were verified to keep samples separate.
+
+    Attributes:
+        stored: How often a looped call of each batch size at most read or wrote values of its samples, by function.
+    """
 
     def __init__(self) -> None:
+        self.stored = defaultdict[int, Counter[str]](Counter)
         self._ways: set[int] = set()
         self._numbers: dict[tuple[int, int], list[Any]] = {}
         self._changes: Counter[tuple[int, int, int]] = Counter()
