@@ -253,15 +253,16 @@ class OperationTrace(TorchFunctionMode):
                 made_by = [one.made_by for one in self._given]
                 self._name(origin, hash((position, self._func, *made_by)), self._func)
                 if isinstance(self._func, type):  # a layer whose operations are not recorded
-                    origin.of_data |= any(one.of_data for one in self._given)
-                    origin.carried |= any(one.carried for one in self._given)
+                    origin.of_data = origin.made_of_data = any(one.of_data for one in self._given)
+                    origin.carried = any(one.carried for one in self._given)
 
     def passes(self, given: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
         """Record that ``changed`` stands for ``given``, without an operation of the model in between."""
         for before, after in zip(map(self.origins.of, given), map(self.origins.of, changed), strict=False):
             if before.name is not None:
                 after.name, after.made_by = before.name, before.made_by
-                after.of_data, after.carried = before.of_data, before.carried
+                after.of_data, after.made_of_data = before.of_data, before.made_of_data
+                after.carried = before.carried
 
     def starts(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record that a module starts."""

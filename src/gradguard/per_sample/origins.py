@@ -103,14 +103,15 @@ class Origin:
             ``"outside"`` for a tensor that none of them made.
         of_sizes: How often it had been written in place when it was made of sizes alone; None if it never was.
         of_whole: Whether it is a number of a whole tensor.
-        of_data: Whether it is made of the samples' values.
+        of_data: Whether it is made of the samples' values, or they were written into it.
+        made_of_data: Whether it is the result of a function that read them.
         carried: Whether it is made of a tensor that an earlier forward made of its samples' values.
     """
 
     name: tuple[int, int] | None = None
     made_by: Any = True
     of_sizes: int | None = None
-    of_whole = of_data = carried = False
+    of_whole = of_data = made_of_data = carried = False
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
@@ -188,15 +189,17 @@ class Origins:
         if name in _OF_SHAPES or name in _OF_FIRST:
             read = [self.of(one) for one in tensors_given(args[:1] if name in _OF_FIRST else (args[1:], kwargs))]
             of_data, carried = any(one.of_data for one in read), any(one.carried for one in read)
-        changed = [*tensors_given(result)]
+        changed, is_new = [*tensors_given(result)], True
         if name in _NUMBERS:
             self.stored[name] += of_data
         elif name in _IN_PLACE or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
             self.stored[name] += of_data
+            is_new = False
             changed += tensors_given(args[:1], kwargs.get("out"))
         for tensor in changed:
             origin = self.of(tensor)
             origin.of_data |= of_data
+            origin.made_of_data |= of_data and is_new
             origin.carried |= carried
 
     def forget(self) -> list[Origin]:
@@ -206,7 +209,10 @@ class Origins:
 
 
 class MadeOfData:
-    """The tensors that forwards made of their samples' values and that still exist, held weakly."""
+    """The tensors that forwards made of their samples' values and that still exist, held weakly.
+
+    A tensor that such values were only written into is none of them: it may be memory that each forward uses again.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[int, weakref.ref[Tensor]] = {}
@@ -219,7 +225,7 @@ class MadeOfData:
     def add(self, origins: Iterable[Origin]) -> None:
         """Add those tensors of a forward that are made of data."""
         for one in origins:
-            if one.of_data and one.made_by not in _GIVEN and (tensor := one.tensor()) is not None:
+            if one.made_of_data and one.made_by not in _GIVEN and (tensor := one.tensor()) is not None:
                 self._tensors[id(tensor)] = one.tensor
         if len(self._tensors) > self._most:
             self._tensors = {key: one for key, one in self._tensors.items() if one() is not None}
