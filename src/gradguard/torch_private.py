@@ -428,15 +428,8 @@ def pop_function_mode(mode: TorchFunctionMode) -> None:
         torch._C._push_on_torch_function_stack(above.pop())
 
 
-_top_saving_hooks = _bind("saving_hooks")
-
-
-@_needs
-def saving_hooks() -> tuple[Any, Any] | None:
-    """Return the two functions of the innermost `torch.autograd.graph.saved_tensors_hooks`; None outside of any."""
-    return _top_saving_hooks(False)
-
-
+saving_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(_bind("saving_hooks"), False)
+"""Return the two functions of the innermost `torch.autograd.graph.saved_tensors_hooks`; None outside of any."""
 arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
 """Return the arguments in the schema of an operation: name, default value, whether the operation writes to it."""
 changes_its_arguments: Callable[[Any], bool] = attrgetter("_schema.is_mutable")

@@ -128,7 +128,7 @@ class Origins:
     Attributes:
         has_read: Whether a function returned values of data to the program as numbers.
         by_value: Whether a function's effect may depend on values, or on all values of a tensor together.
-        stored: How often a function made numbers of the samples' values, or wrote these values in place, by its name.
+        stored: How often a function made numbers or bools of the samples' values, or wrote these in place, by its name.
             Either may store them outside of the forward.
     """
 
@@ -190,7 +190,7 @@ class Origins:
             read = [self.of(one) for one in tensors_given(args[:1] if name in _OF_FIRST else (args[1:], kwargs))]
             of_data, carried = any(one.of_data for one in read), any(one.carried for one in read)
         changed, is_new = [*tensors_given(result)], True
-        if name in _NUMBERS:
+        if name in _NUMBERS or name == "__bool__":
             self.stored[name] += of_data
         elif name in _IN_PLACE or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
             self.stored[name] += of_data
