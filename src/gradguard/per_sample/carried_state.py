@@ -102,7 +102,7 @@ class CarriedState:
         self._new_trace, self._made = trace, made
         self._returns_carried, self._stored = False, Counter[str]()
         self._parameters = versions_of(module.parameters())
-        self._draws: Draws | None = None  # of a generator of the model's own, which cannot be put back
+        self._draws: Draws | None = None  # of a generator that nothing puts back
         self._outputs = self._run(batch.alone(self._sample))
 
     def check(self) -> None:
