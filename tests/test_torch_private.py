@@ -60,6 +60,7 @@ OF_TORCH = {
     "gradients_of": lambda file: file.gradients_of([torch.ones(1)], [torch.ones(1)], [torch.ones(1)], False),
     "next_sequence_number": lambda file: file.next_sequence_number(),
     "each_operation": lambda file: file.each_operation(print),
+    "saving_hooks": lambda file: file.saving_hooks(),
     "pop_function_mode": lambda file: pop_from_below(file),
     "decompositions": lambda file: file.decompositions(["silu"]),
     "global_hook_tables": lambda file: file.global_hook_tables(),
@@ -193,6 +194,14 @@ def test_pop_function_mode():
         torch_private.pop_function_mode(one)
         assert torch.overrides._get_current_function_mode_stack() == [other]
         one.__enter__()
+
+
+def test_saving_hooks():
+    assert torch_private.saving_hooks() is None
+    hooks = (lambda tensor: tensor.double(), lambda tensor: tensor.float())
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(*hooks):
+        assert torch_private.saving_hooks() == hooks
+    assert torch_private.saving_hooks() is None
 
 
 def test_foreach_mul_():

@@ -71,6 +71,8 @@ NEEDS = {
 
     "each_operation": Need("torch.utils._python_dispatch", "TorchDispatchMode",
                            "giving each sample the random numbers that it had in its batch"),
+    "saving_hooks": Need("torch._C._autograd", "_top_saved_tensors_default_hooks",
+                         "noticing hooks on what a forward saves for its backward"),
     "pop_function_mode": Need("torch._C", _STACK, "noting which functions a forward calls"),
     "decompositions": Need("torch._decomp", "get_decompositions", "bounding what fused operations round"),
 
@@ -433,6 +435,8 @@ def pop_function_mode(mode: TorchFunctionMode) -> None:
         torch._C._push_on_torch_function_stack(above.pop())
 
 
+saving_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(_bind("saving_hooks"), False)
+"""Return the two functions of the innermost `torch.autograd.graph.saved_tensors_hooks`; None outside of any."""
 arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
 """Return the arguments in the schema of an operation: name, default value, whether the operation writes to it."""
 changes_its_arguments: Callable[[Any], bool] = attrgetter("_schema.is_mutable")

@@ -1,8 +1,10 @@
 """State that a forward carries from call to call: a running maximum agrees with its batch when a sample runs again."""
 
+import functools
 import random
 import types
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,6 +253,183 @@ def test_what_a_forward_keeps_and_does_not_use_is_its_own_business():
 
     steps_of(Notes())
     assert seen
+
+
+STORE: dict[str, Any] = {}
+
+
+class StoresOnce(nn.Module):
+    """Subtracts a number that a call has stored, of all its inputs, if none had."""
+
+    def __init__(self, by_values=False):
+        super().__init__()
+        self.first, self.last, self.by_values = nn.Linear(WIDTH, 8), nn.Linear(8, 3), by_values
+        self.fill()
+
+    def fill(self):
+        STORE["number"] = torch.zeros(())
+
+    def reset(self):
+        STORE["number"] = None
+
+    def number(self, x):
+        if STORE["number"] is None:
+            STORE["number"] = self.of(x)
+        return STORE["number"]
+
+    def of(self, x):
+        return x.detach().mean()
+
+    def forward(self, x):
+        hidden = self.first(x - self.number(x))
+        if self.by_values:  # its samples then run one by one
+            order = hidden[:, 0].argsort()
+            hidden = hidden[order][order.argsort()]
+        return self.last(torch.relu(hidden))
+
+
+class StoresTheData(StoresOnce):
+    def of(self, x):
+        return x.mean().data
+
+
+class StoresANumber(StoresOnce):
+    def of(self, x):
+        return x.abs().max().item()
+
+
+class StoresInPlace(StoresOnce):
+    def fill(self):
+        STORE["number"], STORE["filled"] = torch.zeros(()), True
+
+    def reset(self):
+        STORE["filled"] = False
+
+    def number(self, x):
+        if not STORE["filled"]:
+            STORE["number"].copy_(x.mean())
+            STORE["filled"] = True
+        return STORE["number"]
+
+
+class StoresInAHiddenModule(StoresOnce):
+    def fill(self):
+        self.hidden = [nn.Module()]
+        self.hidden[0].number = torch.zeros(())
+
+    def reset(self):
+        self.hidden[0].number = None
+
+    def number(self, x):
+        if self.hidden[0].number is None:
+            self.hidden[0].number = self.of(x)
+        return self.hidden[0].number
+
+
+STORES = [StoresOnce, StoresTheData, StoresANumber, StoresInPlace, StoresInAHiddenModule]
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+@pytest.mark.parametrize("at", [0, 4])
+@pytest.mark.parametrize("kind", STORES)
+def test_a_number_that_one_call_stores_and_later_ones_use_is_refused_on_that_step(kind, at, by_values):
+    model = kind(by_values)
+
+    def forward(model, x, step):
+        assert step <= at, "not refused"
+        if step == at:
+            model.reset()
+        return model(x)
+
+    with pytest.raises(UnsupportedGradientError, match="keeps values from call to call") as refused:
+        steps_of(model, forward, sizes=(BATCH,))
+    assert "samples that the clipper ran by themselves: set it anew" in str(refused.value)
+
+
+def test_what_the_clippers_trial_left_in_a_hidden_place_is_refused_until_it_is_set_anew():
+    model, refused = StoresOnce(), []
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.5))
+    model.reset()
+    for step in range(6):
+        if step == 3:
+            STORE["number"] = torch.ones(())
+        try:
+            model(torch.randn(BATCH, WIDTH)).square().sum(1).mean().backward()
+            clipper.clip_and_accumulate()
+        except UnsupportedGradientError:
+            clipper.discard()
+            refused.append(step)
+    assert refused == [0, 1, 2]
+
+
+def _of_sizes(x):
+    if STORE.get("table") is None:
+        STORE["table"] = torch.arange(x.shape[1], dtype=x.dtype) * torch.ones_like(x[0]) + x.new_zeros(()).to(x)
+    return x + STORE["table"]
+
+
+@functools.lru_cache
+def _frequencies(width):
+    return 1e4 ** (-torch.arange(width) / width)
+
+
+def _of_a_parameter(x):
+    if STORE.get("table") is None:
+        with torch.no_grad():
+            STORE["table"] = STORE["weight"].mean(0)
+    return x + STORE["table"]
+
+
+def _noted(x):
+    STORE["table"] = 0.9 * STORE.get("table", torch.zeros(())) + 0.1 * x.detach().mean()
+    return x
+
+
+def _in_a_workspace(x):
+    STORE.setdefault("space", torch.zeros(64, WIDTH))[: len(x)] = x
+    return STORE["space"][: len(x)] * 2
+
+
+@pytest.mark.parametrize(
+    "change", [_of_sizes, lambda x: x * _frequencies(x.shape[1]), _of_a_parameter, _noted, _in_a_workspace]
+)
+def test_tables_notes_and_workspaces_in_hidden_places_are_accepted(change):
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.last(torch.relu(self.first(change(x))))
+
+    _frequencies.cache_clear()
+    STORE.clear()
+    model = Changes()
+    STORE["weight"] = model.first.weight
+    steps_of(model)
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "object"])
+def test_the_trial_draws_nothing_from_a_generator_that_the_model_holds(place):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, generator = nn.Linear(WIDTH, 3), torch.Generator().manual_seed(1)
+            held = {"attribute": generator, "list": [generator], "object": types.SimpleNamespace(generator=generator)}
+            self.held, self.drawn = held[place], lambda x: torch.randn(x.shape, generator=generator)
+
+        def forward(self, x):
+            return self.layer(x + self.drawn(x))
+
+    model, generator = Noisy(), torch.Generator().manual_seed(1)
+
+    def forward(model, x, step):
+        output = model(x)
+        expected = F.linear(x + torch.randn(x.shape, generator=generator), model.layer.weight, model.layer.bias)
+        torch.testing.assert_close(output, expected)
+        return output
+
+    steps_of(model, forward)
 
 
 def test_a_generator_of_the_models_own_is_no_carried_state():

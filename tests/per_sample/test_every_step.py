@@ -1,10 +1,12 @@
 """Exact, or refused, on every step: models, hooks and batches that change after the first."""
 
+import contextlib
 import copy
 import random
 import re
 from array import array
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -224,6 +226,81 @@ def test_a_backward_that_mixes_samples_from_a_size_on(kind, dtype):
     with pytest.raises(UnsupportedGradientError, match=r"mix samples|mixes samples|do not add up"):
         step(model, clipper, batch(large).to(dtype))
     step(model, clipper, batch(small).to(dtype))
+
+
+def centred(g):
+    return g - g.mean(0)
+
+
+def rounded(t):
+    scale = t.detach().abs().amax() / 3
+    return (t.detach() / scale).round() * scale if t.dim() == 2 and t.shape[0] <= 8 else t
+
+
+class Chosen(torch.autograd.Function):
+    """Centres the gradient over the batch if it was told so, by a word or a number."""
+
+    @staticmethod
+    def forward(ctx, h, how):
+        ctx.how = how
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return (centred(g) if ctx.how in ("batch", 0.5) else g), None
+
+
+def _saves_rounded(h, on):
+    with torch.autograd.graph.saved_tensors_hooks(rounded, lambda t: t) if on else contextlib.nullcontext():
+        return h * h.exp()
+
+
+def _hooks_its_node(h, on):
+    if on and h.grad_fn is not None:
+        h.grad_fn.register_prehook(lambda g: (centred(g[0]),))
+    return h * 1
+
+
+def _in_a_thread(h, on):
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: h - h.mean(0) if on else h * 1).result()
+
+
+LATE = {
+    "what is saved": _saves_rounded,
+    "a hook on a node": _hooks_its_node,
+    "a word": lambda h, on: Chosen.apply(h, "batch" if on else "none"),
+    "a number": lambda h, on: Chosen.apply(h, 0.5 if on else 0.25),
+    "a thread": _in_a_thread,
+}
+"""Changes that show in no argument of a torch function."""
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_change_beside_all_operations_is_found_on_that_very_step(name):
+    torch.manual_seed(0)
+    state = {"on": False}
+    change = LATE[name]
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.last(change(torch.tanh(self.first(x)), state["on"]))
+
+    model = Late().double()
+    twin, clipper = copy.deepcopy(model), clipper_of(model)
+    for number in range(5):  # the fifth mini-batch has no witness
+        x = torch.randn(B, 3, dtype=torch.float64)
+        state["on"] = number == 4
+        try:
+            found = step(model, clipper, x)
+        except UnsupportedGradientError:
+            assert number == 4
+            return
+        assert_exact(twin, found, x)
 
 
 class GroupedBy4(nn.Module):

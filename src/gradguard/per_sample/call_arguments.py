@@ -147,6 +147,16 @@ class Batch:
         return found
 
     @property
+    def of_samples(self) -> list[Tensor]:
+        """The tensors that hold values of the samples."""
+        return [tensor for part in self.parts if part.dim is not None for tensor in tensors_in(part.value)]
+
+    def alone(self, sample: int) -> "Batch":
+        """Return one sample as a batch; what belongs to no sample here belongs to none there."""
+        whole = self.whole.union([part.name for part in self.parts if part.dim is None])
+        return Batch(self.samples([sample]), self.batch_first, 1, whole)
+
+    @property
     def divided(self) -> list[Part]:
         """The lists and arrays of which each sample gets its own entry: torch does not see what is done with them."""
         return [part for part in self.parts if part.dim is not None and not isinstance(part.value, Tensor)]

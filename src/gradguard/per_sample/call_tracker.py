@@ -3,7 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -39,8 +39,10 @@ from gradguard.per_sample.loss.loss_check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
 from gradguard.per_sample.module_state import StateReader
 from gradguard.per_sample.operation_trace import OperationTrace
+from gradguard.per_sample.origins import MadeOfData
 from gradguard.per_sample.refusals import (
     refuse_batch_norm,
+    refuse_carried,
     refuse_new_parameters,
     refuse_sharded_since,
     refuse_stand_ins,
@@ -48,6 +50,7 @@ from gradguard.per_sample.refusals import (
 )
 from gradguard.per_sample.rerun import (
     Draws,
+    UntoldDrawsError,
     copied_buffers,
     frozen,
     substituted,
@@ -132,6 +135,7 @@ class CallTracker:
         self._given: Versions = []
         self._held_tensors = HeldTensors(())
         self._carried: dict[nn.Module, CarriedState] = {}
+        self._made_of_data = MadeOfData()
         self._nested: list[weakref.ref[Tensor]] = []
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
@@ -514,6 +518,7 @@ class CallTracker:
             self._look_at_what_is_kept(module)
         if self._loop is not None:
             loop, self._loop = self._loop, None
+            self._look_at_loop(loop, Skeleton(output).tensors)
             return self._capture.tap_loop(loop, output)
         changed = self._capture.end(running, output)
         returned = output if changed is None else changed
@@ -589,12 +594,13 @@ class CallTracker:
         trace, self._trace = self._trace, None
         if trace is None:
             return False
-        trace.ends(Skeleton(output).tensors)
+        self._made_of_data.add(trace.ends(Skeleton(output).tensors))
         self._look_at_rows(module, trace)
         if self._rehearsed is not None:
             if not self._rehearsed.sizes:  # this rehearsal compares gradients of two samples, and not outputs alone
                 self._rehearsed.operations.learn(trace)
             return False
+        refuse_carried(module, trace.returns_carried)
         call = self.last_calls[module]
         self.witness.by_value |= trace.origins.by_value
         if call.pattern.operations.is_new(trace, call.batch_size):
@@ -617,7 +623,7 @@ class CallTracker:
                 )
             decide(True)
             with self._state.as_before():
-                self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
+                self._look_again(call, trace, Skeleton(output).tensors, tries=not few and not all_alone)
             if few:
                 return True
         elif trace.origins.by_value and self._witnessed is not None:
@@ -649,7 +655,7 @@ class CallTracker:
             self.planner.choosing[module] = rows_are_chosen(module, function)
         return self.planner.choosing[module] if function else ""
 
-    def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:
+    def _look_again(self, call: OuterCall, trace: OperationTrace, outputs: Sequence[Tensor], tries: bool) -> None:
         """Rehearse a call once more if ``tries``, and let its samples run alone, because its operations are new."""
         witnessed, self._witnessed = self._witnessed, None
         with substituted(self._buffers_before):
@@ -662,7 +668,7 @@ class CallTracker:
             if witnessed is None:
                 self.witness.begin_again()
                 self.witness.look_at(MANY)
-                witnessed = self._record_now(call, outputs)
+                witnessed = self._record_now(call, trace, outputs)
         if witnessed is None:
             raise UnsupportedGradientError(
                 f"{type(call.pattern.module).__name__} did operations that it had not done before, and a second run "
@@ -673,6 +679,32 @@ class CallTracker:
             )
         self._take_samples(witnessed, call, MANY)
         self._witnessed = witnessed
+
+    def _look_at_loop(self, loop: LoopedCall, outputs: Sequence[Tensor]) -> None:
+        """Refuse a looped call that uses what earlier calls made of their samples, or stores what its samples will use.
+
+        Raises:
+            UnsupportedGradientError: If it does.
+        """
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        self._made_of_data.add(trace.ends(outputs))
+        refuse_carried(loop.module, trace.returns_carried)
+        loop.trace = OperationTrace(is_carried=self._is_carried)
+        stored, operations = trace.origins.stored, loop.call.pattern.operations
+        if not loop.call.batch_size > 1 or stored <= operations.stored[loop.call.batch_size]:
+            return
+        args, kwargs = loop.call.batch.samples(range(loop.call.batch_size))
+        second = self._new_trace(replace(loop.call.batch, arguments=(args, kwargs)))
+        with self.quietly(), undisturbed(loop.module, drop_rate=None), suppress(UntoldDrawsError):
+            if loop.before is not None:
+                loop.before.restore()
+            with loop.draws.of_samples(range(loop.batch_size), loop.batch_size), without_graph(loop.module), second:
+                again = Skeleton(loop.module(*args, **kwargs)).tensors
+            second.ends(again)
+            refuse_carried(loop.module, second.returns_carried, stored - second.origins.stored)
+            operations.stored[loop.call.batch_size] |= stored
 
     def _take_samples(self, witnessed: LoopedCall, call: OuterCall, number: int) -> None:
         """Take samples of a call that has just run, to run them alone later, unless it wrote into its arguments."""
@@ -727,7 +759,9 @@ class CallTracker:
             self._carried.pop(module, None)
             if size > 1 and (new_size or is_due):
                 batch = Batch(arguments, self.batch_first, size)
-                self._carried[module] = CarriedState(module, batch, autocast, self.quietly, is_trial=pattern is None)
+                self._carried[module] = CarriedState(
+                    module, batch, autocast, self.quietly, self._new_trace, self._made_of_data, pattern is None
+                )
             if pattern is None:
                 self._nested = [weakref.ref(tensor) for tensor in frozen(module, buffers=False).tensors]
         if pattern is None:
@@ -760,8 +794,7 @@ class CallTracker:
             return
         if not self.witness.is_active or not (rehearsal or rehearse is not None):
             return
-        tensors = Skeleton(arguments).tensors
-        self._trace = OperationTrace({id(p) for name, p in self.parameters().items() if name in self.trained}, tensors)
+        self._trace = self._new_trace(call.batch)
         if rehearsal:
             return
         self._witnessed = self._record(call) if self.witness.is_due else None
@@ -769,6 +802,19 @@ class CallTracker:
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
         states = generator_states if pattern.draws else states_of_torch
         self._state_before = None if self._witnessed is not None else states(accelerators_of(self._seen.values()))
+
+    def _new_trace(self, batch: Batch) -> OperationTrace:
+        """Return a trace of a call with these arguments."""
+        trained = {id(parameter) for name, parameter in self.parameters().items() if name in self.trained}
+        arguments = Skeleton(batch.arguments).tensors
+        return OperationTrace(trained, arguments, batch.of_samples, self._is_carried)
+
+    def _is_carried(self, tensor: Tensor) -> bool:
+        """Return whether an earlier forward made a tensor of its samples, and nothing puts back what held it before."""
+        if tensor not in self._made_of_data:
+            return False
+        held = [one for _, one in self._state.tensors(buffers=True)]
+        return not any(one is tensor for one in [*held, *frozen(self._module, buffers=False).tensors])
 
     def _is_due(self, pattern: CallPattern) -> bool:
         """Tell whether a sample of this mini-batch runs alone before it, and again after it."""
@@ -799,15 +845,19 @@ class CallTracker:
         loop.recorded = versions_of(self._shards or self.parameters(loop.places).values())
         return loop
 
-    def _record_now(self, call: OuterCall, outputs: Sequence[Tensor]) -> LoopedCall | None:
+    def _record_now(self, call: OuterCall, trace: OperationTrace, outputs: Sequence[Tensor]) -> LoopedCall | None:
         """Record a call that has just run, by running it again to record its random numbers.
 
         Args:
             call: The call.
+            trace: Its trace.
             outputs: The tensors that it returned.
 
         Returns:
             The recorded call; None if the second run returned something else, or the call wrote into its arguments.
+
+        Raises:
+            UnsupportedGradientError: If the second run uses what the call has stored.
         """
         if written(self._given):
             return None
@@ -816,8 +866,12 @@ class CallTracker:
             restore_generators(self._state_before)
             loop = self._record(call)
             args, kwargs = call.batch.samples(range(call.batch_size))
-            with Draws() as loop.draws, without_graph(call.pattern.module):
+            second = self._new_trace(replace(call.batch, arguments=(args, kwargs)))
+            with Draws() as loop.draws, without_graph(call.pattern.module), second:
                 again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
+        self._made_of_data.add(second.ends(again))
+        stored = trace.origins.stored - second.origins.stored
+        refuse_carried(call.pattern.module, second.returns_carried, stored)
         if len(again) != len(outputs):
             return None
         axes, precision = call.pattern.output_axes, max(loop.precision, loop.draws.precision)
@@ -844,6 +898,9 @@ class CallTracker:
             self._capture.put_leaves(running, loop.places)
             loop.leaves = running.leaves
         loop.draws = running.places.enter_context(Draws())
+        if self._capture.batch_size and self._rehearsed is None and self.witness.is_active:
+            self._trace = self._new_trace(loop.call.batch)
+            self._trace.resume()
         return running
 
     def _give_out(self, module: nn.Module, changed: Any, output: Any) -> Any:

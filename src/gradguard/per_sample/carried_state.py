@@ -4,9 +4,14 @@ A sample is judged by running it alone again, from the buffers and attributes th
 maximum in a global variable, a closure or another object is not put back: after the batch it holds the maximum of all
 samples, and the sample alone returns what the batch returned, though the other samples decided it. So one sample runs
 alone before the batch and once more after it, and must return the same both times.
+
+A mean that the first call stores, and that later calls subtract, agrees in both runs: the first of them has stored it.
+So both runs are recorded. Neither may return what it made of a tensor that an earlier forward made of its samples; and
+the second must read and write values of the sample as often as the first, which otherwise has stored some.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -16,7 +21,6 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
-    Arguments,
     Batch,
     Skeleton,
     changes_of,
@@ -25,6 +29,9 @@ from gradguard.per_sample.call_arguments import (
     written,
 )
 from gradguard.per_sample.dry_run import WithoutDropout
+from gradguard.per_sample.operation_trace import OperationTrace
+from gradguard.per_sample.origins import MadeOfData
+from gradguard.per_sample.refusals import KEEPS, refuse_carried
 from gradguard.per_sample.rerun import (
     Draws,
     Quietly,
@@ -72,6 +79,8 @@ class CarriedState:
         batch: Its arguments.
         autocast: Device type and dtype of the autocast that it runs under, or None.
         quietly: A block in which the clipper's own hooks do nothing.
+        trace: Returns a trace of a call with the given arguments.
+        made: The tensors that forwards made of their samples.
         is_trial: Whether to run a sample that is far from the largest and the smallest of its batch, because it changes
             no running extreme; otherwise a random sample runs.
     """
@@ -82,39 +91,43 @@ class CarriedState:
         batch: Batch,
         autocast: tuple[str, torch.dtype] | None,
         quietly: Quietly,
+        trace: Callable[[Batch], OperationTrace],
+        made: MadeOfData,
         is_trial: bool,
     ) -> None:
         self._module, self._batch, self._autocast, self._quietly = module, batch, autocast, quietly
         self._sample = _central(batch) if is_trial else random.Random().randrange(batch.size)
         self._attributes, self._buffers = frozen(module, buffers=False), copied_buffers(module)
-        self._later = batch.samples([self._sample])  # the call may write into its arguments
+        self._later = batch.alone(self._sample)  # the call may write into its arguments
+        self._new_trace, self._made = trace, made
+        self._returns_carried, self._stored = False, Counter[str]()
         self._parameters = versions_of(module.parameters())
-        self._draws: Draws | None = None  # of a generator of the model's own, which cannot be put back
-        self._outputs = self._run(batch.samples([self._sample]))
+        self._draws: Draws | None = None  # of a generator that nothing puts back
+        self._outputs = self._run(batch.alone(self._sample))
 
     def check(self) -> None:
         """Compare what the sample returns after the call with what it returned before.
 
         Raises:
-            UnsupportedGradientError: If it returns something else.
+            UnsupportedGradientError: If it returns something else, or if a run used what an earlier call has stored.
         """
+        first = self._stored
+        refuse_carried(self._module, self._returns_carried)
         if self._outputs is None or written(self._parameters):
             return
         try:
             again = self._run(self._later)
         except UntoldDrawsError:
             return
+        refuse_carried(self._module, self._returns_carried, first - self._stored)
         alike = partial(_alike, precision=1.0 if self._draws is None else self._draws.precision)
         if again is None or len(again) != len(self._outputs) or not all(map(alike, self._outputs, again)):
             raise UnsupportedGradientError(
                 f"{type(self._module).__name__} returns something else for sample {self._sample} after it was called "
-                "with the batch than before: the forward keeps a number from call to call where it cannot be put back "
-                "(a global variable, a closure, an object, an array), so what a sample gives depends on the samples "
-                "that came before it or with it. Let the forward use a fixed number instead, or only note what it saw. "
-                "Nothing was clipped."
+                f"with the batch than before: {KEEPS}"
             )
 
-    def _run(self, arguments: Arguments) -> list[Tensor] | None:
+    def _run(self, batch: Batch) -> list[Tensor] | None:
         """Return the tensors that the sample alone gives from the state before the call; None where it fails.
 
         Raises:
@@ -123,7 +136,8 @@ class CarriedState:
         """
         buffers: dict[int, Tensor] = {}
         fresh = {place: buffers.setdefault(id(one), one.clone()) for place, one in self._buffers.items()}
-        args, kwargs = arguments
+        args, kwargs = batch.arguments
+        trace, returned = self._new_trace(batch), None
         with (
             self._quietly(),
             as_called(self._module, self._batch, self._autocast),
@@ -139,12 +153,18 @@ class CarriedState:
             try:
                 with substituted(fresh), draws:
                     seed_generators(_SEED)
+                    trace.resume()
                     returned = self._module(*args, **kwargs)
             except (torch.OutOfMemoryError, UntoldDrawsError):
                 raise
             except Exception:  # the rehearsal reports that a sample cannot run alone
                 return None
-            return [tensor.detach() for tensor in Skeleton(returned).tensors]
+            finally:
+                trace.pause()
+                outputs = Skeleton(returned).tensors
+                self._made.add(trace.ends(outputs))
+                self._returns_carried, self._stored = trace.returns_carried, trace.origins.stored
+            return [tensor.detach() for tensor in outputs]
 
 
 def _central(batch: Batch) -> int:

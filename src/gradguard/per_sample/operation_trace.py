@@ -23,11 +23,11 @@ never neighbours before.
 """
 
 import weakref
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Number
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 from torch import Size, Tensor, dtype, nn
 from torch.autograd.function import BackwardCFunction
@@ -37,7 +37,7 @@ from gradguard.per_sample.call_arguments import changes_of, tensor_leaves
 from gradguard.per_sample.module_state import content_of, form_of
 from gradguard.per_sample.origins import Origin, Origins, name_of
 from gradguard.per_sample.row_choices import RowChoices
-from gradguard.torch_private import never_compiled, pop_function_mode, without_overrides
+from gradguard.torch_private import never_compiled, pop_function_mode, saving_hooks, without_overrides
 
 _MOST_WAYS = 16
 """Number of known ways through a model from which only new pairs of events count as new."""
@@ -64,6 +64,14 @@ _BY_THEMSELVES = frozenset({bool, str, type(None), type(Ellipsis), dtype})
 """Classes of values that an event contains as they are: those of most arguments besides tensors and numbers."""
 
 
+_SETTINGS = (bool, Number, str, type(None), dtype, FunctionType)
+"""Classes of settings that a `torch.autograd.Function` may read in its backward."""
+
+_MOST_VALUES, _NEAR = 64, 4
+"""The most values of a setting that are recorded; the number of levels and of operations in each that are recorded of a
+tensor which no torch function made."""
+
+
 class _Outside:
     """A tensor from outside; equal to an earlier one that no longer exists, because it then takes that one's place."""
 
@@ -80,21 +88,46 @@ class _Outside:
         return known is None or known is self._tensor()
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a word or another setting, or a short sequence of these."""
+    if isinstance(value, tuple | list):
+        return len(value) <= _MOST_VALUES and all(map(_is_plain, value))
+    return isinstance(value, _SETTINGS)
+
+
+def _names_of(node: Any) -> list[str]:
+    """Return the names of an operation and of those before it that are near."""
+    names, level = list[str](), [node]
+    for _ in range(_NEAR):
+        names += [one.name() for one in level]
+        level = [before for one in level for before, _ in one.next_functions if before is not None][:_NEAR]
+    return names
+
+
 class OperationTrace(TorchFunctionMode):
     """Record the torch functions that are called between `resume` and `pause`.
 
     Args:
         trained: Addresses of the trained parameters: each is noted as one, whether or not it requires grad meanwhile.
         arguments: The tensors that the outermost module gets.
+        of_samples: Those arguments, and parts of arguments, that hold values of the samples.
+        is_carried: Returns whether a tensor from outside is what an earlier forward made of its samples.
 
     Attributes:
         events: The calls, without numbers.
         numbers: The numbers in the calls, in order.
         origins: The origins of its tensors.
         rows: The operations that select rows.
+        returns_carried: Whether an output is made of such a tensor; known once the forward has ended.
     """
 
-    def __init__(self, trained: Set[int] = frozenset(), arguments: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        trained: Set[int] = frozenset(),
+        arguments: Sequence[Tensor] = (),
+        of_samples: Iterable[Tensor] = (),
+        is_carried: Callable[[Tensor], bool] = lambda tensor: False,
+    ) -> None:
         super().__init__()
         self._trained = trained
         self.events: list[Any] = []
@@ -105,6 +138,11 @@ class OperationTrace(TorchFunctionMode):
         self._count: dict[int, int] = {}
         self._func: Any = None
         self._given: list[Origin] = []
+        self._is_carried, self.returns_carried = is_carried, False
+        self._saving: tuple[Any, Any] | None = None
+        self._nodes: dict[int, Any] = {}
+        for tensor in of_samples:
+            self.origins.of(tensor).of_data = True
         for position, tensor in enumerate(arguments):
             self._name(self.origins.of(tensor), hash(("argument", position)), "argument")
 
@@ -128,10 +166,18 @@ class OperationTrace(TorchFunctionMode):
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._func, self._given = func, []
+        self._look_at_saving()
         forms: list[Any] = [func, *map(self._form, args)]
         for key, value in kwargs.items():
             forms += [key, self._form(value)]
         self.events.append(tuple(forms))
+
+    def _look_at_saving(self) -> None:
+        """Record that other functions change, from now on, what operations save for their backward."""
+        hooks = saving_hooks()
+        if hooks != self._saving:
+            self._saving = hooks
+            self.events.append(("saved by", *[form_of(getattr(hook, "__func__", hook)) for hook in hooks or ()]))
 
     def _name(self, origin: Origin, name: int, made_by: Any) -> tuple[int, int]:
         """Give a tensor a name and return it."""
@@ -148,12 +194,26 @@ class OperationTrace(TorchFunctionMode):
         own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
         made_by = type(node) if own else node is None
         is_outside = known.name is None
+        if own and id(node) not in self._nodes:
+            self._look_at_settings(node)
+        if is_outside:
+            known.of_data |= node is not None  # a function that the trace does not see made it
+            known.carried |= node is None and self._is_carried(value)
+            if node is not None and not own:
+                self.events.append(("outside", *_names_of(node)))
         name, number = known.name or self._name(known, hash(("outside", made_by, value.output_nr)), "outside")
         if is_outside and node is None:
             self.numbers.append(_Outside(known.tensor))
         if node is None and not is_trained:  # a trained one is written into by each step of an optimizer
             self.numbers.append(changes_of(value))
         return name, -1 if is_outside else self._count[name] - number, made_by, is_trained
+
+    def _look_at_settings(self, node: Any) -> None:
+        """Record the plain values that a `torch.autograd.Function` stored for its backward."""
+        self._nodes[id(node)] = node
+        held = sorted((name, value) for name, value in vars(node).items() if _is_plain(value))
+        if held:
+            self.events.append((type(node), *[(name, self._form(value)) for name, value in held]))
 
     def _form(self, value: Any) -> Any:
         kind = type(value)
@@ -192,32 +252,46 @@ class OperationTrace(TorchFunctionMode):
             if origin.name is None:
                 made_by = [one.made_by for one in self._given]
                 self._name(origin, hash((position, self._func, *made_by)), self._func)
+                if isinstance(self._func, type):  # a layer whose operations are not recorded
+                    origin.of_data = origin.made_of_data = any(one.of_data for one in self._given)
+                    origin.carried = any(one.carried for one in self._given)
 
     def passes(self, given: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
         """Record that ``changed`` stands for ``given``, without an operation of the model in between."""
         for before, after in zip(map(self.origins.of, given), map(self.origins.of, changed), strict=False):
             if before.name is not None:
                 after.name, after.made_by = before.name, before.made_by
+                after.of_data, after.made_of_data = before.of_data, before.made_of_data
+                after.carried = before.carried
 
     def starts(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record that a module starts."""
         kind = type(module)
         own = vars(module).get("forward")
         self._func, self._given = kind, []
+        self._look_at_saving()
         tensors = [self._form(value) for value in args if isinstance(value, Tensor | tuple | list)]
         tensors += [
             (key, self._form(value)) for key, value in kwargs.items() if isinstance(value, Tensor | tuple | list)
         ]
         self.events.append((kind, kind.forward, None if own is None else form_of(own), *tensors))
 
-    def ends(self, outputs: Sequence[Tensor]) -> None:
-        """Record the outputs of the outermost module."""
+    def ends(self, outputs: Sequence[Tensor]) -> list[Origin]:
+        """Record the outputs of the outermost module, and return the origins of all tensors."""
         self.events.append(("ends", *[self._form(tensor) for tensor in outputs]))
-        self.origins.forget()
+        self.returns_carried = any(self.origins.of(tensor).carried for tensor in outputs)
+        self._nodes.clear()
+        return self.origins.forget()
+
+    def __enter__(self) -> Self:
+        self._paused = False
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.pause()
 
     def resume(self) -> None:
         """Record calls from now on."""
-        self._paused = False
         self.__enter__()
 
     def pause(self) -> bool:
@@ -240,9 +314,14 @@ class OperationTrace(TorchFunctionMode):
 
 
 class KnownOperations:
-    """The traces of forwards that were verified to keep samples separate."""
+    """The traces of forwards that were verified to keep samples separate.
+
+    Attributes:
+        stored: How often a looped call of each batch size at most read or wrote values of its samples, by function.
+    """
 
     def __init__(self) -> None:
+        self.stored = defaultdict[int, Counter[str]](Counter)
         self._ways: set[int] = set()
         self._numbers: dict[tuple[int, int], list[Any]] = {}
         self._changes: Counter[tuple[int, int, int]] = Counter()

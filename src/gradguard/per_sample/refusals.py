@@ -280,3 +280,33 @@ def _before(optimizer: Optimizer, evaluations: int) -> None:
     del evaluations
     for clipper in list(_watching):
         clipper.refuse_early_step(optimizer)
+
+
+KEEPS = (
+    "the forward keeps values from call to call where they cannot be put back (a global variable, a closure, an "
+    "object, an array, a module in a list), so what a sample gives depends on the samples that came before it or with "
+    "it. Let the forward use a fixed number instead, or only note what it saw. What it keeps may now be made of "
+    "samples that the clipper ran by themselves: set it anew. Nothing was clipped."
+)
+"""The end of a refusal of state that a forward carries from call to call."""
+
+
+def refuse_carried(module: nn.Module, returns_carried: bool, stored: Mapping[str, int] | None = None) -> None:
+    """Refuse a module whose forward uses what an earlier one made of its samples.
+
+    Args:
+        module: The outermost module.
+        returns_carried: Whether it returns what it made of a tensor of an earlier forward.
+        stored: The functions that the forward called on values of its samples, and did not call when it ran again.
+
+    Raises:
+        UnsupportedGradientError: If it does.
+    """
+    name = type(module).__name__
+    if returns_carried:
+        raise UnsupportedGradientError(f"{name} uses what an earlier call has made of its samples: {KEEPS}")
+    if stored:
+        raise UnsupportedGradientError(
+            f"{name} called {', '.join(stored)} on values of its samples, and did not when it ran again with the same "
+            f"samples: {KEEPS}"
+        )

@@ -776,7 +776,7 @@ class PerSampleGradientClipper:
             return None
         if self.loss_reduction == "token_mean" and None in recorded.call.pattern.output_axes:
             return None  # the sample's share of a mean over tokens that the module itself returns is not known here
-        with undisturbed(recorded.module):
+        with undisturbed(recorded.module), recorded.saved_alike():
             recorded.before.restore()
             others = [i for i in range(recorded.batch_size) if i != sample]
             return compare(self._tracker, recorded.call, [sample, *others], alone=1)

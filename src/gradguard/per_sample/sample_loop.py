@@ -8,13 +8,13 @@ the batch. It must return the same outputs as in the batch.
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import (
@@ -31,11 +31,12 @@ from gradguard.per_sample.call_arguments import (
 from gradguard.per_sample.contributions import Contribution, Contributions, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
-from gradguard.per_sample.refusals import own_failure
+from gradguard.per_sample.refusals import own_failure, refuse_carried
 from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, UntoldDrawsError, substituted, undisturbed
 from gradguard.state.frozen import Frozen
-from gradguard.torch_private import parameter_slots
+from gradguard.torch_private import parameter_slots, saving_hooks
 
 _FINE = 1e-4
 """Largest machine epsilon of a dtype with a wide range of exponents."""
@@ -91,6 +92,8 @@ class LoopedCall:
         leaves: The plain gradients, on a step that is to be verified.
         taken: Copies of some samples' arguments from before the call, which may write into its arguments.
         recorded: The parameters with their versions; the call cannot be repeated once they have changed.
+        saving: The `saving_hooks` round the call.
+        trace: Records the next run; None to record none.
     """
 
     call: OuterCall
@@ -108,6 +111,8 @@ class LoopedCall:
     scales: Sequence[float] = ()
     taken: dict[int, Arguments] = field(default_factory=dict)
     recorded: Versions = field(default_factory=list)
+    saving: tuple[Any, Any] | None = field(default_factory=saving_hooks)
+    trace: OperationTrace | None = None
     _layout: str = ""
     _squares: dict[str, Tensor] = field(default_factory=dict)
     _sums: dict[str, Tensor] = field(default_factory=dict)
@@ -320,13 +325,23 @@ class LoopedCall:
         Raises:
             UnsupportedGradientError: If the module raises an error, other than running out of memory.
         """
+        trace, self.trace = self.trace, None
         try:
-            return Skeleton(self.module(*args, **kwargs)).tensors
+            with self.saved_alike(), trace or nullcontext():
+                outputs = Skeleton(self.module(*args, **kwargs)).tensors
         except Exception as error:
             if isinstance(error, UnsupportedGradientError | torch.OutOfMemoryError):
                 raise
             words = own_failure(error) or self._differs(f"it fails ({error})")
             raise UnsupportedGradientError(words) from error
+        if trace is not None:
+            trace.ends(outputs)
+            refuse_carried(self.module, trace.returns_carried)
+        return outputs
+
+    def saved_alike(self) -> AbstractContextManager[object]:
+        """Return a block in which operations save tensors for their backward by the functions that they did before."""
+        return nullcontext() if self.saving is None else saved_tensors_hooks(*self.saving)
 
     def squares(self, name: str) -> Tensor:
         """Return the squared norms of one parameter's gradients, ``[B]``; one loop computes those of all parameters."""

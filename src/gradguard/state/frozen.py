@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import is_
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class Frozen:
     """The state of modules: their buffers; on request their attributes, and the random generators.
 
     Attributes include hooks: if a first forward installs hooks, a run that is restored must not keep them. They also
-    include layers, which a model may replace in its first forward.
+    include layers, which a model may replace in its first forward; and the state of each `torch.Generator` that is an
+    attribute, in a container there, or an attribute of an object there.
 
     Containers are read and written by the methods of their base class, and only those whose content has changed are
     written. A subclass that forbids `update` is therefore written against its will only if its
@@ -73,6 +75,8 @@ class Frozen:
                 held = _content_of(container)
                 self._contents[id(container)] = container, held
                 waiting += [one for one in held if isinstance(one, _BASES)]
+        found = {id(one): one for _, held in self._contents.values() for one in _generators_in(held)}
+        self._own_generators = [(one, one.get_state()) for one in found.values()]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -94,6 +98,8 @@ class Frozen:
         """Restore everything, in the same containers and buffers."""
         if self.generators is not None:
             restore_generators(self.generators)
+        for generator, state in self._own_generators:
+            generator.set_state(state)
         for container in filter(None, self._empty):
             _refill(container, ())
         for container, before in self._contents.values():
@@ -108,6 +114,20 @@ class Frozen:
                     buffer.resize_(value.shape)
                 buffer.copy_(value)
 
+
+def _generators_in(held: Sequence[Any]) -> Iterator[torch.Generator]:
+    """Yield the generators among objects and among the attributes of these."""
+    for one in held:
+        if isinstance(one, torch.Generator):
+            yield one
+        elif not isinstance(one, _WITHOUT_GENERATORS):
+            yield from [
+                inside for inside in getattr(one, "__dict__", {}).values() if isinstance(inside, torch.Generator)
+            ]
+
+
+_WITHOUT_GENERATORS = (nn.Module, Tensor, str, int, float, type, FunctionType, ModuleType)
+"""Classes of objects whose attributes are searched elsewhere, or hold no generator."""
 
 _BASES: Any = OrderedDict, dict, list, set, deque
 """Types of containers; methods that a subclass overrides are not called."""
