@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -138,7 +139,8 @@ def _far_up(tracker: CallTracker, call: OuterCall, samples: Sequence[int], opene
 def _try_size(tracker: CallTracker, call: OuterCall) -> None:
     """Compare the outputs and gradients of the whole batch with those of smaller batches.
 
-    Rounding may open a ReLU in the batch that stays closed in a part of it, so float64 decides where gradients differ.
+    Rounding may open a ReLU in the batch that stays closed in a part of it, so float64 decides where gradients differ,
+    and where outputs differ by no more than measured rounding.
 
     Raises:
         UnsupportedGradientError: If a sample has other outputs or gradients in a smaller batch.
@@ -146,18 +148,19 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
     if call.autocast is not None:  # under which an earlier call may have returned 16 bits
         call = call.promoted(torch.float32)
 
-    def compared(one: OuterCall, up: int = _MUCH) -> Comparison:
+    def compared(one: OuterCall, up: int = _MUCH, measures: bool = True) -> tuple[Comparison, bool]:
         with torch.enable_grad(), as_called(one.pattern.module, one.batch, one.autocast) as reset, full_float32():
-            return _RehearsedPair(tracker, one, [*reversed(range(one.batch_size))], reset).compare_with_parts(up)
+            pair = _RehearsedPair(tracker, one, [*reversed(range(one.batch_size))], reset, measures)
+            return pair.compare_with_parts(up), pair.excused
 
-    found = compared(call)
+    found, excused = compared(call, measures=False)
+    if found.excess <= 1 and not excused:
+        return
+    found, _ = _in_full(call, compared)
     if found.excess <= 1:
         return
-    found = _in_full(call, compared) or found
-    if found.excess <= 1:
-        return
-    unscaled = _in_full(call, lambda one: compared(one, 0))
-    if unscaled is None or unscaled.excess > 1:
+    unscaled, _ = _in_full(call, lambda one: compared(one, 0))
+    if unscaled.excess > 1:
         raise UnsupportedGradientError(_mixes(found, call.batch_size, call.batch.words_on_divided))
     if found.largest > _LINEAR:
         raise UnsupportedGradientError(_not_linear(call.pattern.module))
@@ -273,15 +276,23 @@ class _RehearsedPair:
         call: The call that the samples are taken from.
         samples: The indices of the samples in the call.
         reset: Restores the module's state.
+        measures: Whether to measure the rounding of gradients that differ.
 
     Attributes:
         precision: Machine epsilon of the coarsest dtype of the computation.
         owns_number: Whether the module returned a number that is the reduction of the samples' own numbers.
+        excused: Whether measured rounding has explained a difference of outputs.
     """
 
     def __init__(
-        self, tracker: CallTracker, call: OuterCall, samples: Sequence[int], reset: Callable[[], None]
+        self,
+        tracker: CallTracker,
+        call: OuterCall,
+        samples: Sequence[int],
+        reset: Callable[[], None],
+        measures: bool = True,
     ) -> None:
+        self._measures, self.excused = measures, False
         self._tracker, self._call, self._samples, self._reset = tracker, call, samples, reset
         self._reduction, self._pattern = tracker.reduction, call.pattern
         held = [tracker.parameter(name) for name in tracker.aliases]
@@ -347,29 +358,47 @@ class _RehearsedPair:
                 lone[loop.order[place]], own = loop.weighted_alone([place], weights, backward)
                 one = SampleGradient(own)
                 if math.isfinite(one.whole):
-                    judged = one.compare(found, place, self.precision, factors[place])
+                    rounding = partial(self._rounding, loop, [[place]], weights)
+                    judged = one.compare(found, place, self.precision, factors[place], rounding)
                     worst = max(worst, judged, key=lambda c: c.excess)
             sums, bad = self._weighted(found, factors)
             found, self._outputs = {}, []  # frees memory for the parts
             total: dict[str, Tensor] = {}
+            parts = list[list[int]]()
             for part in ([*range(first)], [*range(first, size)]):
                 if bad is not None:
                     loop.alone(part)
                     part = [place for place in part if not bool(bad[place])]
+                parts.append(part)
                 own = loop.weighted_alone(part, weights, backward)[1] if part else {}
                 for name in own:
                     total[name] = total[name].add_(own[name]) if name in total else own[name]
-            judged = SampleGradient(total).compare(sums, 0, self.precision)
+            rounding = partial(self._rounding, loop, [part for part in parts if part], weights)
+            judged = SampleGradient(total).compare(sums, 0, self.precision, 1.0, rounding)
             worst = max(worst, judged, key=lambda c: c.excess)
         with self._tracker.quietly(), without_graph(module):
             copies, _ = _together(self._tracker, self._call, [0] * size, self._reset)
             if loop.draws.drawn or copies.draws.drawn:  # each copy has random numbers of its own
                 copies.alone([0])
                 copies.alone([size - 1])
+                self.excused = loop.excused or copies.excused
                 return worst
             for some in torch.arange(size, device="cpu").split(-(-size // 4)):  # a quarter at a time takes less memory
-                copies.compare(_repeated(lone[0], self._pattern.output_axes, len(some)), some.tolist())
+                repeated = _repeated(lone[0], self._pattern.output_axes, len(some))
+                try:
+                    copies.compare(repeated, some.tolist())
+                except UnsupportedGradientError:
+                    copies.compare(repeated, some.tolist(), loop.movements_of_outputs([loop.order.index(0)]))
+                    loop.excused = True
+        self.excused = loop.excused
         return worst
+
+    def _rounding(self, loop: LoopedCall, parts: Sequence[Sequence[int]], weights: Tensor) -> Mapping[str, float]:
+        """Return how far rounding may move the weighted sum of gradients of some parts of the batch."""
+        if not self._measures:
+            return {}
+        each = [loop.rounding(lambda part=part: loop.weighted_alone(part, weights, True)[1]) for part in parts]
+        return {name: math.fsum(one.get(name, 0.0) for one in each) for name in each[0]}
 
     def _weighted(self, found: Contributions, factors: Sequence[float]) -> tuple[Contributions, Tensor | None]:
         """Return the weighted sum of each parameter's per-sample gradients, and which samples are not finite.
@@ -559,16 +588,23 @@ class _RehearsedPair:
                 )
             expected = own
             for at in (0, len(loop.order) - 1) if repeated and not place else (place,):
-                scale = loop.scales[at]
+                scale, share = loop.scales[at], 1.0
                 if shared:
                     share = own.share_in(found, at) * scale
                     shares += share
                     expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
-                worst = max(worst, expected.compare(found, at, self.precision, scale), key=lambda c: c.excess)
+                rounding = partial(_rounding_of, loop, place, abs(share))
+                judged = expected.compare(found, at, self.precision, scale, rounding)
+                worst = max(worst, judged, key=lambda c: c.excess)
             del own, expected
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
+
+
+def _rounding_of(loop: LoopedCall, place: int, share: float) -> dict[str, float]:
+    """Return how far rounding may move a multiple of the gradient of one sample alone."""
+    return {name: share * size for name, size in loop.rounding_of(place).items()}
 
 
 def _no_grads(outputs: Sequence[Tensor]) -> list[Tensor | None]:
