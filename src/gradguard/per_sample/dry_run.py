@@ -31,7 +31,7 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
 from gradguard.per_sample.origins import Origins, name_of, tensors_given
 from gradguard.per_sample.refusals import own_failure, rows_are_chosen
-from gradguard.per_sample.rerun import TOO_RARE, frozen, is_draw, seed_generators, undisturbed, without_graph
+from gradguard.per_sample.rerun import TOO_RARE, coarseness, frozen, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.per_sample.row_choices import RowChoices, SafeSelections
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots
@@ -88,6 +88,7 @@ class CallObserver(TorchFunctionMode):
         calls: The calls, in the order in which they began.
         alike: Indices of the calls that were treated as embeddings whose results belong to no sample.
         rows: The operations that select rows.
+        precision: Machine epsilon of the coarsest dtype of the computation.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self._without_samples, self._results = without_samples, list[Tensor]()
         self.alike: set[int] = set()
+        self.precision = torch.finfo(torch.float64).eps
         self._origins = Origins()
         self.rows = RowChoices(self._origins)
         self.calls: list[ObservedCall] = []
@@ -178,7 +180,10 @@ class CallObserver(TorchFunctionMode):
         def look_at(func: Any, args: Any, kwargs: Any) -> Any:
             if is_draw(func, args, kwargs):
                 self._drawn()
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._keep_values:
+                self.precision = max([self.precision, *map(coarseness, result if isinstance(result, list | tuple) else [result])])
+            return result
 
         self._operations = each_operation(look_at)
         self._operations.__enter__()
@@ -270,6 +275,7 @@ class DryRun:
                 "size."
             )
         self._values: list[list[ObservedCall]] | None = None
+        self._precision = 0.0
 
     @property
     def calls(self) -> Sequence[ObservedCall]:
@@ -331,10 +337,12 @@ class DryRun:
     def _samples_vary_fastest(self, call: int, leaf: int, dim: int) -> bool:
         """Return whether samples vary fastest in ``dim``, by comparing values: both runs begin with the same two."""
         if self._values is None:
-            self._values = [self._run(samples, keep_values=True).calls for samples in SIZES]
+            observers = [self._run(samples, keep_values=True) for samples in SIZES]
+            self._values = [observer.calls for observer in observers]
+            self._precision = max([observer.precision for observer in observers])
         two, three = (run[call].values[leaf].movedim(dim, 0) for run in self._values)
-        stretches = _close(two, three[: len(two)])
-        strided = _close(two.unflatten(0, (-1, 2)), three.unflatten(0, (-1, 3))[:, :2])
+        stretches = _close(two, three[: len(two)], self._precision)
+        strided = _close(two.unflatten(0, (-1, 2)), three.unflatten(0, (-1, 3))[:, :2], self._precision)
         if stretches == strided:
             name = type(self.calls[call].module).__name__
             raise UnsupportedGradientError(
@@ -415,9 +423,9 @@ def run_quietly(module: nn.Module, batch: Batch, observed_by: ObservedBy) -> Non
         module(*args, **kwargs)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor, precision: float) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     scale = float(b.abs().max()) if b.numel() else 0.0
-    tolerance = 1e3 * torch.finfo(a.dtype).eps * (scale if math.isfinite(scale) else 0.0)
+    tolerance = 1e3 * max(precision, torch.finfo(a.dtype).eps) * (scale if math.isfinite(scale) else 0.0)
     return torch.allclose(a, b, rtol=0, atol=tolerance)

@@ -215,6 +215,7 @@ def compare(
     up: int = _MUCH,
     alone: int | None = None,
     opened: bool = False,
+    outputs: bool = False,
 ) -> Comparison | None:
     """Return the largest error of the per-sample gradients of ``samples``, run together and each alone.
 
@@ -230,6 +231,7 @@ def compare(
             open at 1, would hide what it lets through later. This applies only where the model runs in float64. The
             first sample also runs once more behind the others: a layer may sort samples by their values and return
             them in order again, and a sorting cannot keep two equal samples on both sides of another.
+        outputs: Whether each sample alone must also return the same as in the batch.
 
     Returns:
         The worst comparison; None if no output can be compared.
@@ -241,7 +243,7 @@ def compare(
     def compared(one: OuterCall) -> Comparison | None:
         with torch.enable_grad(), as_called(one.pattern.module, one.batch, one.autocast) as reset, full_float32():
             pair = _RehearsedPair(tracker, one, samples, reset)
-            found = pair.compare(up, len(samples) if alone is None else alone, opened and len(samples) > 1)
+            found = pair.compare(up, len(samples) if alone is None else alone, opened and len(samples) > 1, outputs)
             unowned = pair.unowned() if note or found is None else {}
             if note:
                 one.pattern.precision = pair.precision
@@ -299,7 +301,7 @@ class _RehearsedPair:
         self.precision = max(torch.finfo(p.dtype).eps for p in held if is_inexact(p))
         self.owns_number = False
 
-    def compare(self, up: int, alone: int, both_orders: bool) -> Comparison | None:
+    def compare(self, up: int, alone: int, both_orders: bool, outputs: bool = False) -> Comparison | None:
         """Compare the gradients that result from random gradients of the outputs' rows.
 
         Args:
@@ -308,11 +310,14 @@ class _RehearsedPair:
             alone: Number of samples that run alone.
             both_orders: Whether to run the first sample once more behind the others, so it comes both before and after
                 each of them.
+            outputs: Whether each sample alone must also return the same as in the batch.
 
         Returns:
             The worst comparison; None if no output has rows of samples.
         """
         loop, found = self._run(self._random_grads, up, once_more=both_orders)
+        if outputs:
+            loop.outputs = [(output, changes_of(output)) for output, _ in loop.outputs]
         if all(grad is None for grad in loop.grads):
             return None
         again = both_orders and bool(loop.draws.drawn)  # the repeated sample has drawn other random numbers
