@@ -330,12 +330,19 @@ def recorded_stack(node: Node) -> Sequence[str]:
 
 def saved_constant(node: Node, name: str) -> Any:
     """Return the constant ``name`` that ``node`` saved; NaN, which satisfies no comparison, if torch does not tell."""
-    return getattr(node, f"_saved_{name}", math.nan)
+    return _signed(getattr(node, f"_saved_{name}", math.nan))
 
 
 def saved_value(node: Node, name: str) -> Any:
     """Return the value that ``node`` saved as ``name``; AttributeError if it has none, RuntimeError if it is freed."""
-    return getattr(node, f"_saved_{name}")
+    return _signed(getattr(node, f"_saved_{name}"))
+
+
+def _signed(value: Any) -> Any:
+    """Return a saved value with its sign: nodes store negative whole numbers as unsigned 64-bit ones."""
+    if type(value) is int:
+        return value - (1 << 64) if value >= 1 << 63 else value
+    return type(value)(map(_signed, value)) if type(value) in (list, tuple) else value
 
 
 @functools.cache
@@ -364,7 +371,7 @@ def saved_tensors(node: Node) -> list[Tensor]:
 def saved_all(node: Node, names: Sequence[str]) -> list[Any] | None:
     """Return the values that ``node`` saved under all of ``names``; None if one is missing, freed or changed."""
     try:
-        return [getattr(node, f"_saved_{name}") for name in names]
+        return [saved_value(node, name) for name in names]
     except (AttributeError, RuntimeError):
         return None
 
@@ -378,7 +385,7 @@ def saved_settings(node: Node) -> dict[str, Any]:
     Tensors are not read, because a hook may have moved them elsewhere. The result is empty if torch exposes nothing.
     """
     settings = [name for name, is_tensor in _saved(type(node)).items() if not (is_tensor or name in _FACTORS)]
-    return {name: getattr(node, f"_saved_{name}", None) for name in settings}
+    return {name: _signed(getattr(node, f"_saved_{name}", None)) for name in settings}
 
 
 def is_freed(node: Node) -> bool:

@@ -116,6 +116,13 @@ OF_THE_BATCH = {
     "weights of columns": lambda c, out, b: ((out - b.y).square() * b.y.std(0)).mean(),
     "a matrix": lambda c, out, b: (out @ (b.y.T @ b.y)).square().mean(),
     "means of columns": lambda c, out, b: (out - b.y.mean(0)).square().mean(),
+    "means of columns in a loop": lambda c, out, b: sum((o - b.y.mean(0)).square().sum() for o in out) / len(out),
+    "means of columns in a loop over rows": lambda c, out, b: torch.cat(
+        [(o[None] - b.y.mean(0)).exp() for o in out]
+    ).mean(),
+    "before a choice in a loop": lambda c, out, b: torch.stack(
+        [(o - b.y.mean(0)).gather(0, y.argsort()[:2]).sum().square() for o, y in zip(out, b.y, strict=True)]
+    ).mean(),
     "a mean": lambda c, out, b: (out - float(b.y.mean())).abs().mean(),
     "means of columns, selected": lambda c, out, b: (
         (out.sin() - b.y.mean(0)).masked_select(b.y < 2).view_as(out).exp().mean()
@@ -608,6 +615,31 @@ def test_a_choice_by_a_mask_before_classes_are_normalized_is_refused():
     )
     with pytest.raises(UnsupportedGradientError, match="is weighted and then summed"):
         step(clipper, loss, Batch(5, 0))
+
+
+SUMMED = {
+    "a product": lambda out, y: torch.stack([torch.dot(o, w).square() for o, w in zip(out, y, strict=True)]).mean(),
+    "a choice of positions": lambda out, y: (
+        out.flatten().index_select(0, (y.argsort(1)[:, :2] + V * torch.arange(len(y))[:, None]).flatten())
+    ).view(-1, 2).sum(1).square().mean(),
+    "a choice in a loop": lambda out, y: torch.stack(
+        [o.index_select(0, w.argsort()[:2]).sum().square() for o, w in zip(out, y, strict=True)]
+    ).mean(),
+}  # fmt: skip
+"""Losses that weigh, or choose, values of each sample by numbers of its own, and add them up before a function."""
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_statistic_that_each_sample_weighs_and_sums_by_its_own_numbers_is_refused(name):
+    with pytest.raises(UnsupportedGradientError, match="is weighted and then summed"):
+        step(clipper_of(), lambda c, out, b: SUMMED[name](out - out.detach().mean(0), b.y), Batch(5, 0))
+
+
+def test_each_samples_own_targets_in_a_loop_are_taken():
+    clipper = clipper_of()
+    for number, size in enumerate((5, 4, 1, 6)):
+        step(clipper, lambda c, out, b: sum((o - y).square().sum() for o, y in zip(out, b.y, strict=True)) / len(out),
+             Batch(size, number))  # fmt: skip
 
 
 def test_in_private_training_a_vector_beside_chosen_rows_is_refused():

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.loss_graph import (
-    JOINING,
-    LABELLED,
-    PRODUCTS,
-    RESHAPING,
     Dependence,
     Unreadable,
     Value,
@@ -33,47 +29,50 @@ from gradguard.per_sample.loss.loss_graph import (
     input_of,
     is_linear,
     operation,
-    operations,
     parents,
     saved,
     shape_of,
-    signed,
     walk,
+)
+from gradguard.per_sample.loss.operation_table import (
+    ADDITIONS,
+    ADDS_UNSEEN,
+    ALL_PRODUCTS,
+    CHOOSING_ROWS,
+    JOINING,
+    LABELLED,
+    RESHAPING,
+    SCALINGS,
+    SUMMING,
+    operations,
 )
 from gradguard.torch_private import arguments_of, input_metadata_of, saved_all, saved_tensors
 
-TAKES_BESIDE = operations(
-    "Mul Div Where MaskedFill MaskedSelect Pow Maximum Minimum Fmax Fmin Xlogy Atan2 Lerp Addcmul Addcdiv Clamp "
-    "ClampMin ClampMax Dot MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
-    "SoftMarginLoss Logaddexp Logaddexp2 SpecialXlog1Py NativeLayerNorm"
-)
-"""Operations that broadcast their constants beside values."""
+TAKES_BESIDE = operations("saves")
+_BESIDE_NOTHING, _TAKEN = operations("alone"), operations("fixed")
+_WEIGHING = CHOOSING_ROWS | SCALINGS | {"Where", "MaskedFill"}
 
-_PRODUCTS = PRODUCTS - {"Dot"} | operations("Addmm Baddbmm Addmv")
-_ADDING_UNSEEN = JOINING | operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
-"""Affine operations that do not save what they add."""
 
-_BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices Convolution ConvolutionOverrideable")
-"""Operations whose constants lie beside no value: they select or put values, or occur in modules only."""
+class Inverse(NamedTuple):
+    """A monotone operation that saves only its result: its function, the inverse, and the range of results."""
 
-_TAKEN = operations(
-    "Gather Take TakeAlongDim Topk Sort Max Min Amax Amin Median Kthvalue Cumsum Flip Roll Repeat Diagonal Tril Triu"
-)
-"""Operations that are linear once their selection is fixed, and through which a loss is not read otherwise."""
+    function: Callable[[Tensor], Tensor]
+    inverse: Callable[[Tensor], Tensor]
+    least: float = -math.inf
+    most: float = math.inf
 
-_WEIGHING = operations("Mul Div Where MaskedFill Index Gather TakeAlongDim")
-_SUMMING = operations("Sum Mean Nansum Cumsum")
 
-INVERTIBLE: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "Exp": (torch.exp, torch.log), "Sigmoid": (torch.sigmoid, torch.logit), "Tanh": (torch.tanh, torch.atanh),
-    "Sqrt": (torch.sqrt, torch.square), "Relu": (torch.relu, torch.clone),
-    "Reciprocal": (torch.reciprocal, torch.reciprocal),
-}  # fmt: skip
-"""Monotone operations that save only their result, each with its function and the inverse."""
+INVERTIBLE = {
+    "Exp": Inverse(torch.exp, torch.log, 0.0),
+    "Sigmoid": Inverse(torch.sigmoid, torch.logit, 0.0, 1.0),
+    "Tanh": Inverse(torch.tanh, torch.atanh, -1.0, 1.0),
+    "Sqrt": Inverse(torch.sqrt, torch.square, 0.0),
+    "Relu": Inverse(torch.relu, torch.clone),
+    "Reciprocal": Inverse(torch.reciprocal, torch.reciprocal),
+}
 
-_RANGES = {"Exp": (0.0, math.inf), "Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Sqrt": (0.0, math.inf)}
-"""The range of results of operations whose results are bounded."""
-
+WITH_RESULTS = frozenset([*INVERTIBLE, "LogSoftmax"])
+"""Operations that save their result but not their input."""
 
 _Again = Callable[[Tensor, Node, int], Tensor]
 """Repeats an operation: takes its only input that depends on the samples, its node, and that input's position."""
@@ -90,7 +89,7 @@ _RETRACED: Mapping[str, _Again] = {
     "Select": lambda x, node, _: x.select(saved(node, "dim"), saved(node, "index")),
     "Transpose": lambda x, node, _: x.transpose(saved(node, "dim0"), saved(node, "dim1")),
     "T": lambda x, *_: x.t(),
-    "Permute": lambda x, node, _: x.permute([signed(dim) for dim in saved(node, "dims")]),
+    "Permute": lambda x, node, _: x.permute(saved(node, "dims")),
     "Neg": lambda x, *_: -x,
     "Mul": lambda x, node, which: x * saved(node, "self" if which else "other"),
     "Div": lambda x, node, _: x / saved(node, "other"),
@@ -114,7 +113,7 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
     """
     name = operation(node)
     inputs = depends.inputs(node)
-    if not inputs or name not in TAKES_BESIDE | _PRODUCTS | LABELLED | {"Index"}:
+    if not inputs or name not in TAKES_BESIDE | ALL_PRODUCTS | LABELLED | {"Index"}:
         return
     value = input_of(node, inputs[0])
     shape = value.shape
@@ -133,7 +132,7 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
         return
     beside = [one for one in saved_tensors(node) if one.dim() and not depends.holds(one)]
     for constant in [plain(one) for one in beside if not depends.is_trained_beside(node, one)]:
-        if name not in _PRODUCTS:
+        if name in TAKES_BESIDE:
             whole = shape if constant.shape == shape else torch.broadcast_shapes(shape, constant.shape)
             place = value if whole == shape else Value(node)
             yield place, constant[(None,) * (len(whole) - constant.dim())] if constant.dim() < len(whole) else constant
@@ -149,18 +148,18 @@ def adds_unseen(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation adds a constant that it does not save."""
     count, places = len(depends.inputs(node)), len(node.next_functions)
     is_list = operation(node) in JOINING  # a list of one tensor
-    return operation(node) in _ADDING_UNSEEN and (count < places or (places == 1 and not is_list))
+    return operation(node) in ADDS_UNSEEN and (count < places or (places == 1 and not is_list))
 
 
 def hides_constant(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation of an unknown kind takes a constant, of any size, that it may not save."""
-    known = operation(node) in TAKES_BESIDE | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
+    known = operation(node) in TAKES_BESIDE | ALL_PRODUCTS | ADDS_UNSEEN | _BESIDE_NOTHING
     return not known and 0 < len(depends.inputs(node)) < len(node.next_functions)
 
 
 def is_affine(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation's result is an affine function of its inputs that depend on the samples."""
-    return is_linear(node, depends) or (operation(node) in _ADDING_UNSEEN and len(depends.inputs(node)) == 1)
+    return is_linear(node, depends) or (operation(node) in ADDS_UNSEEN and len(depends.inputs(node)) == 1)
 
 
 def known_values(nodes: Sequence[Node], depends: Dependence) -> dict[Value, Tensor]:
@@ -185,20 +184,12 @@ def _again(node: Node) -> Tensor | None:
         if given is None or any(tensors[i] != isinstance(one, Tensor) for i, one in enumerate(given) if i in tensors):
             continue
         with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError):
-            values = [_signed(one) for one in given]
-            named = zip(arguments_of(function), values, strict=True)
+            named = zip(arguments_of(function), given, strict=True)
             keywords = {one.name: value for one, value in named if one.kwarg_only}
-            found = function(*values[: len(values) - len(keywords)], **keywords)
+            found = function(*given[: len(given) - len(keywords)], **keywords)
             found = found[0] if isinstance(found, tuple) else found
             return found if isinstance(found, Tensor) and found.shape == shape_of(node) else None
     return None
-
-
-def _signed(value: Any) -> Any:
-    """Return a saved argument with its sign: nodes store negative whole numbers as unsigned ones."""
-    if isinstance(value, list | tuple):
-        return [_signed(one) for one in value]
-    return signed(value) if type(value) is int else value
 
 
 _KINDS = {"Tensor", "number", "int", "float"}
@@ -259,22 +250,26 @@ class Bounds:
         endless = torch.inf
         return cls(low.nan_to_num_(-endless, endless, -endless), high.nan_to_num_(endless, endless, -endless))
 
-    def alike(self, dim: int) -> "Bounds":
-        """Return the common bounds of numbers that are equal along a dimension."""
-        return Bounds(self.low.amax(dim, keepdim=True), self.high.amin(dim, keepdim=True))
+    def alike(self, dims: list[int]) -> "Bounds":
+        """Return the common bounds of numbers that are equal along some dimensions."""
+        return Bounds(self.low.amax(dims, keepdim=True), self.high.amin(dims, keepdim=True)) if dims else self
 
     def minus(self, values: Tensor) -> "Bounds":
         """Return the bounds of the differences from values, in float32 at least."""
-        low = self.low.to(_wide(self.low)) - values
-        return Bounds(low, low if self.low is self.high else self.high.to(_wide(self.high)) - values)
+        low = self.low.to(wide_of(self.low)) - values
+        return Bounds(low, low if self.low is self.high else self.high.to(wide_of(self.high)) - values)
 
     def meets(self, other: "Bounds") -> bool:
         """Tell whether some numbers satisfy both bounds."""
         try:
-            both = self.within(other)
+            return self.within(other).are_possible
         except RuntimeError:  # the shapes differ
             return False
-        return not bool((both.low > both.high).any())
+
+    @property
+    def are_possible(self) -> bool:
+        """True if there is a number in each of the intervals."""
+        return not bool((self.low > self.high).any())
 
     def within(self, other: "Bounds") -> "Bounds":
         """Return the intersection with other bounds; a NaN bounds nothing."""
@@ -314,20 +309,23 @@ class Bounds:
         return (self.high - self.low) / 2
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide_of(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a tensor, or float32 if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def recovered(node: Node) -> Bounds:
-    """Return bounds of the input of an operation of `INVERTIBLE`, computed from its result.
+    """Return bounds of the input of an operation of `WITH_RESULTS`, computed from its result.
 
-    A whole interval of inputs gives the same rounded result. Where the function is flat, the interval is wide.
+    For `log_softmax` this is the result, from which the input differs by a number of each row. Else a whole interval of
+    inputs gives the same rounded result. Where the function is flat, the interval is wide.
     """
     name, result = operation(node), saved(node, "result").detach()
-    limits, wide, inverse = torch.finfo(result.dtype), result.to(_wide(result)), INVERTIBLE[name][1]
+    if name == "LogSoftmax":
+        return Bounds.exactly(result)
+    limits, wide, own = torch.finfo(result.dtype), result.to(wide_of(result)), INVERTIBLE[name]
     rounding = 16 * limits.eps * wide.abs() + limits.tiny
-    least, most = _RANGES.get(name, (-math.inf, math.inf))
-    one, other = (inverse(each.clamp(least, most)) for each in (wide - rounding, wide + rounding))
+    one, other = (own.inverse(each.clamp(own.least, own.most)) for each in (wide - rounding, wide + rounding))
     low, high = torch.minimum(one, other), torch.maximum(one, other)
     if name == "Relu":
         low = low.where(wide > 0, -math.inf)  # relu maps every number up to 0 to 0
@@ -406,7 +404,7 @@ class AffineChains:
         steps, place = list[tuple[_Again, Node, int]](), value
         while place not in self.known or place == value:
             node, again = place.node, _RETRACED.get(place.operation)
-            if not adds and place.operation in {"Add", "Sub", "Rsub"}:
+            if not adds and place.operation in ADDITIONS:
                 again = _without_constant
             inputs = self._depends.inputs(node)
             if len(inputs) != 1 or again is None or (inputs[0] and place.operation == "Div"):
@@ -454,11 +452,11 @@ class AffineChains:
         kinds = {whole.low.dtype, *[known[one].dtype for one in below]}
         kinds |= {one.dtype for node in chain for one in input_metadata_of(node)}
         rounding = min(16, 2 + len(chain)) * max(torch.finfo(kind).eps for kind in kinds)
-        linear = linear.to(_wide(linear))
+        linear = linear.to(wide_of(linear))
         each = whole.middle.to(linear).nan_to_num(0.0, 0.0, 0.0).abs_().add_(linear.abs()).mul_(rounding)
         most = torch.stack([each.max(), *[(rounding * known[one].abs().max()).to(each) for one in below]]).sum()
         is_one = sum(adds_unseen(node, self._depends) for node in chain) == 1
-        if is_one and _SUMMING.isdisjoint(map(operation, chain)):
+        if is_one and SUMMING.isdisjoint(map(operation, chain)):
             most = each  # no intermediate value was larger than the value
         return Added(whole.minus(linear), each, most)
 
@@ -561,7 +559,7 @@ class AffineChains:
         def combine(node: Node, found: list[int]) -> int:
             """Return -1 where the part does not arrive, 0 unchanged, 1 weighted, 2 weighted and then summed."""
             name, state = operation(node), max(found, default=-1)
-            if state >= 0 and (name in _PRODUCTS or (name in _SUMMING and state)):
+            if state >= 0 and (name in ALL_PRODUCTS or (name in SUMMING and state)):
                 return 2
             weighs = not state and name in _WEIGHING and any(one.numel() > 1 for one in saved_tensors(node))
             return 1 if weighs else state

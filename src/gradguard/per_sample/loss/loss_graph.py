@@ -22,6 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from gradguard.per_sample.loss.operation_table import (
+    ADDITIONS,
+    ALL_PRODUCTS,
+    CHOOSING_ROWS,
+    ELEMENTWISE,
+    LABELLED,
+    LINEAR,
+    MEANS,
+    MOVING,
+    PRODUCTS,
+    SCALINGS,
+    SINGLY,
+    operations,
+)
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import (
     Backward,
@@ -34,44 +48,6 @@ from gradguard.torch_private import (
     saved_value,
 )
 
-
-def operations(names: str) -> frozenset[str]:
-    """Return the set of operation names in a string that separates them by spaces."""
-    return frozenset(names.split())
-
-
-# Operations by what they do to the rows of the samples.
-
-ELEMENTWISE = operations("Add Sub Rsub Neg Mul Div Clone Alias ToCopy CopyBackwards Where MaskedFill Expand")
-"""Linear operations that leave every element in its place; they may broadcast it."""
-
-RESHAPING = operations("View UnsafeView ReshapeAlias Squeeze Unsqueeze")
-TURNING = operations("Permute Transpose T")
-JOINING = operations("Stack Cat")
-TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
-"""Operations that take positions along a dimension; their settings, or the result's number, give the positions."""
-
-SELECTING = operations("Index IndexSelect MaskedSelect")
-"""Operations that choose rows by a tensor."""
-
-MOVING = RESHAPING | TURNING | JOINING | TAKING | SELECTING
-"""Linear operations that move elements, or select some of them."""
-
-MEANS = frozenset(["Mean"])
-PRODUCTS = operations("Dot Mv Mm Bmm")
-ADDING = PRODUCTS | operations("Sum Nansum")
-"""Linear operations that add elements up."""
-
-LABELLED = frozenset(["NllLoss", "NllLoss2D"])
-"""Losses with a label in each row; a label may be missing (``ignore_index``)."""
-
-_WEIGHTING = PRODUCTS | operations("Mul Div Where MaskedFill")
-"""Linear operations that multiply, or select elements, by the user's tensors."""
-
-_PRODUCTS = PRODUCTS | operations("Mul Div")
-_MATRIX_PRODUCTS = PRODUCTS | operations("Addmm Baddbmm Addmv")
-
-_LINEAR = ELEMENTWISE | MOVING | MEANS | ADDING
 _OPERATION = re.compile(r"(\w+?)Backward\d*")  # custom and compiled functions have no number
 _TOO_MANY = 5_000
 _Place = TypeVar("_Place", bound=Hashable)
@@ -258,7 +234,7 @@ def make_of(roots: Sequence[Root], ends: Container[Value], depends: "Dependence"
 
 def data_put_rows(node: Node) -> bool:
     """Tell whether tensors of the user's decide where an operation puts rows, or which rows it adds up."""
-    return operation(node) not in _CHOOSING_ROWS and _is_by_data(node)
+    return operation(node) not in CHOOSING_ROWS and _is_by_data(node)
 
 
 def data_choose_rows(nodes: Iterable[Node]) -> bool:
@@ -269,15 +245,15 @@ def data_choose_rows(nodes: Iterable[Node]) -> bool:
         if _is_by_data(node):
             by_data.add(operation(node))
     fills = any("CopySlices" in name or "Pad" in name for name in names)
-    return bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
+    return bool(by_data) and not fills and by_data <= CHOOSING_ROWS
 
 
 def scalars(node: Node, depends: "Dependence") -> list[float]:
     """Return the scalars by which a node multiplies values of the samples; of an addition its ``alpha``."""
     name = operation(node)
-    if name in {"Add", "Sub", "Rsub"}:
+    if name in ADDITIONS:
         return [float(saved_constant(node, "alpha"))]
-    if name not in {"Mul", "Div"} or len(inputs := depends.inputs(node)) != 1:
+    if name not in SCALINGS or len(inputs := depends.inputs(node)) != 1:
         return []
     try:
         constant, _ = _multiplier(node, inputs[0], depends)
@@ -286,17 +262,13 @@ def scalars(node: Node, depends: "Dependence") -> list[float]:
     return [] if constant is None else [constant.value]
 
 
-_NOT_TELLING = operations("Slice Alias Clone View UnsafeView ReshapeAlias")
-"""Operations that occur in the graph or not depending on the sizes of a batch."""
-
+_NOT_TELLING = operations("sizes")
 _LOOPED = _NOT_TELLING | MOVING - {"IndexSelect"} | {"Expand"}
 """Operations that only move the samples' values; a loop over samples uses others of them than a batched loss."""
 
-_BY_INDEX = operations(
-    "IndexSelect Gather IndexAdd IndexCopy IndexFill Scatter ScatterAdd ScatterReduce IndexReduce TakeAlongDim"
-)
-_CHOOSING_ROWS = SELECTING | operations("Gather Take TakeAlongDim")
-_BY_POSITION = operations("Index IndexPut IndexPutImpl MaskedSelect Take Put MaskedScatter")
+_WEIGHTING = SCALINGS | {"Where", "MaskedFill"}
+_BY_INDEX, _BY_POSITION = operations("index"), operations("position")
+_OF_PARAMETERS = operations("read")
 
 
 def _is_by_data(node: Node) -> bool:
@@ -313,7 +285,7 @@ def _is_by_data(node: Node) -> bool:
     shape, dim = shape_of(node), saved_constant(node, "dim")
     if not isinstance(dim, int) or len(shape) < 2:
         return True
-    return signed(dim) % len(shape) != len(shape) - 1
+    return dim % len(shape) != len(shape) - 1
 
 
 def _shown(value: Any) -> Any:
@@ -346,29 +318,24 @@ def _without_backward(name: str) -> str:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Return a value that the forward operation of a node saved; whole numbers with their sign.
+    """Return a value that the forward operation of a node saved.
 
     Raises:
         Unreadable: If a backward has freed the saved value, or the operation saves none of this name.
     """
     try:
-        value = saved_value(node, name)
+        return saved_value(node, name)
     except (AttributeError, RuntimeError) as error:
         raise Unreadable(f"the values that {node.name()} saved cannot be read ({str(error).split('.')[0]})") from error
-    return signed(value) if type(value) is int else value
-
-
-def signed(dim: int) -> int:
-    """Return a saved number with its sign: nodes store negative dimensions as unsigned 64-bit numbers."""
-    return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
 def dims_of(node: Node) -> list[int] | None:
-    """Return the dimensions along which an operation works; None for all."""
+    """Return the dimensions of its input along which an operation works, counted from the front; None for all."""
     dims = saved_constant(node, "dim")
     if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
         return None
-    return [signed(dim) for dim in (dims if isinstance(dims, Sequence) else [dims])]
+    places = max(1, len(parents(node)[0].shape))
+    return sorted({dim % places for dim in (dims if isinstance(dims, Sequence) else [dims])})
 
 
 def shape_of(node: Node) -> torch.Size:
@@ -436,6 +403,13 @@ def walk(starts: Iterable[_Place], onward: Callable[[_Place], Iterable[_Place]])
         new = [one for one in dict.fromkeys(onward(place)) if one not in seen]
         seen.update(new)
         pending += new
+
+
+def nodes_below(
+    node: Node, ends: Container[Value], below: Callable[[Node], Iterable[Value]] | None = None
+) -> Iterator[Node]:
+    """Yield a node and the nodes below it, by ``below`` or else `parents`, that are not only below ``ends``."""
+    return walk([node], lambda one: [value.node for value in (below or parents)(one) if value not in ends])
 
 
 def fold(
@@ -510,7 +484,7 @@ class Dependence:
     def _has_positions(self, node: Node, value: Value) -> bool:
         """Tell whether what is trained beside values may have an entry for each position in the batch."""
         size, result = self._batch_size, shape_of(node)
-        if size == 1 or operation(node) in _MATRIX_PRODUCTS:
+        if size == 1 or operation(node) in ALL_PRODUCTS:
             return size > 1 and size in value.shape and result.numel() == 1
 
         def below(place: Value) -> list[Value]:
@@ -538,20 +512,6 @@ def is_parameter(node: Node) -> bool:
     return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-SINGLY = operations(
-    "Add Sub Rsub Neg Mul Div Pow Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt Reciprocal Sigmoid LogSigmoid "
-    "LogSigmoidForward Tanh Relu Silu Mish Softplus Abs Sgn Sin Cos Erf Lgamma Digamma Elu LeakyRelu Hardtanh "
-    "Clamp ClampMin ClampMax Maximum Minimum Clone Alias ToCopy Expand"
-)
-"""Operations that compute each number from one number of each input."""
-
-_OF_PARAMETERS = SINGLY | operations(
-    "View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Select Slice Unbind Split SplitWithSizes Stack "
-    "Cat Sum Mean Softmax LogSoftmax Logsumexp Norm LinalgVectorNorm Prod Cumsum Dot Mv Mm Bmm WeightNormInterface"
-)
-"""Operations of which all settings, and all constants of one number, can be read."""
-
-
 def _keeps_to_parameters(node: Node) -> bool:
     """Tell whether an operation of `_OF_PARAMETERS` takes single numbers besides its inputs that need a gradient."""
     if operation(node) not in _OF_PARAMETERS:
@@ -564,41 +524,8 @@ def _keeps_to_parameters(node: Node) -> bool:
     return operation(node) in SINGLY and is_single and shape_of(node) == below[0].shape
 
 
-class ValuePlaces:
-    """Identifies the place of a value in a loss by the operations below the value, down to the module.
-
-    The operations above the value, the number of samples, and whether a loop or one batched tensor computes the loss
-    make no difference.
-
-    Args:
-        ends: The values that the module returned.
-        depends: Tells which operations depend on the samples.
-    """
-
-    def __init__(self, ends: Container[Value], depends: Dependence) -> None:
-        self._ends, self._depends = ends, depends
-        self._known: dict[Value, frozenset[int]] = {}
-
-    def of(self, value: Value) -> frozenset[int]:
-        """Return the place of a value."""
-        return fold(value, self._below, self._joined, self._known)
-
-    def _below(self, value: Value) -> list[Value]:
-        return [] if self._is_end(value) else self._depends.below(value.node)
-
-    def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
-        name = value.operation
-        # A loop over samples has an addition for each sample, a batched loss has none.
-        if self._is_end(value) or name in _LOOPED or (name == "Add" and len(found) > 1):
-            return frozenset().union(*found)
-        return frozenset([hash((name, *found))])
-
-    def _is_end(self, value: Value) -> bool:
-        return value in self._ends or value.is_tap
-
-
-class ResultNumbers:
-    """Finds the numbers of the module's results that a value was computed from, whatever call returned them.
+class _FromBelow:
+    """Describes a value by what is below it, down to the module.
 
     Args:
         results: The numbers of the values that the module returned.
@@ -610,11 +537,33 @@ class ResultNumbers:
         self._known: dict[Value, frozenset[int]] = {}
 
     def of(self, value: Value) -> frozenset[int]:
-        """Return the numbers of the results below a value."""
+        """Return the description of a value."""
         return fold(value, self._below, self._joined, self._known)
 
     def _below(self, value: Value) -> list[Value]:
         return [] if value in self._results or value.is_tap else self._depends.below(value.node)
+
+    def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
+        raise NotImplementedError
+
+
+class ValuePlaces(_FromBelow):
+    """Identifies the place of a value in a loss by the operations below the value.
+
+    The operations above the value, the number of samples, and whether a loop or one batched tensor computes the loss
+    make no difference.
+    """
+
+    def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
+        name = value.operation
+        # A loop over samples has an addition for each sample, a batched loss has none.
+        if value in self._results or value.is_tap or name in _LOOPED or (name == "Add" and len(found) > 1):
+            return frozenset().union(*found)
+        return frozenset([hash((name, *found))])
+
+
+class ResultNumbers(_FromBelow):
+    """Finds the numbers of the module's results that a value was computed from, whatever call returned them."""
 
     def _joined(self, value: Value, found: list[frozenset[int]]) -> frozenset[int]:
         return frozenset([self._results[value]]) if value in self._results else frozenset().union(*found)
@@ -761,7 +710,7 @@ def declared_at(node: Node, depends: Dependence, numbers: Sequence[float]) -> li
 def is_linear(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation is linear in its inputs that depend on the samples."""
     name, inputs = operation(node), depends.inputs(node)
-    if name not in _LINEAR or (name == "Div" and inputs != [0]):
+    if name not in LINEAR or (name == "Div" and inputs != [0]):
         return False
     return len(inputs) == 1 or name not in {"Mul"} | PRODUCTS
 
@@ -782,14 +731,14 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
         step = LinearStep(value, which)
         keeps = name in ELEMENTWISE and value.shape == step.input.shape
         constant, single = _multiplier(node, which, depends)
-        trained = depends.trained_beside(node) if name in _PRODUCTS else []
-        weighs = name in _WEIGHTING and not trained
+        trained = depends.trained_beside(node) if name in PRODUCTS | SCALINGS else []
+        weighs = name in PRODUCTS | _WEIGHTING and not trained
         factor = 1.0
         if constant is not None:
             factor = abs(constant.value)
         elif name in MEANS:
             factor = step.mean
-        elif name in {"Add", "Sub", "Rsub"} and which == (0 if name == "Rsub" else 1):
+        elif name in ADDITIONS and which == (0 if name == "Rsub" else 1):
             factor = abs(float(saved_constant(node, "alpha")))
         found.append(
             replace(
@@ -830,7 +779,7 @@ def _multiplier(node: Node, which: int, depends: Dependence) -> tuple[Constant |
         The scalar as a `Constant`, or None; and the factor of a tensor with dimensions and one value, or 1.
     """
     name = operation(node)
-    if name not in {"Mul", "Div"} or depends.trained_beside(node):
+    if name not in SCALINGS or depends.trained_beside(node):
         return None, 1.0
     other = saved(node, "other" if which == 0 else "self")
     tensor, divides = isinstance(other, Tensor), name == "Div"

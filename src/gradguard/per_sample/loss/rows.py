@@ -25,16 +25,6 @@ from gradguard.per_sample.loss.beside import (
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.loss_graph import (
-    ADDING,
-    ELEMENTWISE,
-    JOINING,
-    LABELLED,
-    MEANS,
-    MOVING,
-    PRODUCTS,
-    RESHAPING,
-    SELECTING,
-    TAKING,
     Constant,
     Coupled,
     LinearStep,
@@ -46,44 +36,40 @@ from gradguard.per_sample.loss.loss_graph import (
     dims_of,
     input_of,
     is_tap,
+    nodes_below,
     operation,
-    operations,
     parents,
     pull,
     saved,
     shape_of,
-    walk,
+)
+from gradguard.per_sample.loss.operation_table import (
+    ADDING,
+    ELEMENTWISE,
+    FUNCTIONS,
+    FUSED,
+    JOINING,
+    LABELLED,
+    MEANS,
+    MOVING,
+    PRODUCTS,
+    RESHAPING,
+    SCALINGS,
+    SELECTING,
+    TAKING,
+    operations,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
-from gradguard.per_sample.loss.shared import SharedValue
-
-_WITH_REDUCTION = operations(
-    "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
-    "SoftMarginLoss MultiMarginLoss MultilabelMarginLoss"
-)
-"""Losses that reduce their rows in the same operation; their saved ``reduction`` is 0 for none, 1 mean, 2 sum."""
+from gradguard.per_sample.loss.shared import is_declared
 
 _ROW_EACH = frozenset(["MultiMarginLoss", "MultilabelMarginLoss"])
-"""Losses of `_WITH_REDUCTION` whose last input dimension holds the classes of one row."""
+"""Losses of `FUSED` whose last input dimension holds the classes of one row."""
 
-_OVER_DIMS = operations(
-    "Sum Mean Var Std VarMean StdMean Logsumexp Softmax LogSoftmax Cumsum Max Min Amax Amin Prod Norm "
-    "LinalgVectorNorm Median Topk Sort Kthvalue Nansum"
-)
-"""Operations that mix the elements along some dimensions."""
-
-_FUNCTIONS = operations(
-    "Pow Exp Log Abs Relu Sigmoid Tanh Softplus LogSigmoid Square Sqrt Rsqrt Reciprocal Log1P Expm1 Clamp ClampMin "
-    "ClampMax Maximum Minimum"
-)
-_NONLINEAR = _OVER_DIMS | _FUNCTIONS | PRODUCTS | {"Mul", "Div"}
+_OVER_DIMS = operations("reduces")
+_NONLINEAR = _OVER_DIMS | FUNCTIONS | PRODUCTS | SCALINGS
 """Operations after which, if a reduction over the batch precedes them, no value belongs to one sample."""
 
-_CHOOSING = operations(
-    "Max Min Amax Amin Median Nanmedian Mode Topk Sort Kthvalue Cummax Cummin Maximum Minimum Fmax Fmin "
-    "Aminmax ScatterReduce IndexReduce SegmentReduce Dist Unique Unique2 UniqueDim Bucketize "
-    "MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D"
-)
+_CHOOSING = operations("compares")
 """Operations that select a value by comparing it with others, possibly those of other samples."""
 
 
@@ -174,7 +160,7 @@ class SampleRows:
         self.name = "" if is_output else path.value.operation
         self.shape = self._shape()
         ends, top = outputs.values, path.value.node
-        below = walk([top], lambda n: [] if is_tap(n) else [v.node for v in self._depends.below(n) if v not in ends])
+        below = nodes_below(top, ends, lambda node: [] if is_tap(node) else self._depends.below(node))
         self.behind = [node for node in below if not is_tap(node)]
         self.owner = self._owner() if owner is None else owner
         self._refuse_constants()
@@ -184,7 +170,7 @@ class SampleRows:
         node = self.path.value.node
         if self.name in LABELLED:
             return saved(node, "target").shape
-        if self.name not in _WITH_REDUCTION:
+        if self.name not in FUSED:
             return self.path.value.shape
         of_samples = node.next_functions[0][0] is not None
         shape = input_of(node, 0).shape if of_samples else torch.Size(saved(node, "self").shape)
@@ -201,7 +187,7 @@ class SampleRows:
             Silent: If rows have a derivative of 0, which does not show their sample.
             Unreadable: If the samples cannot be found out.
         """
-        outputs, known = self._outputs, self.name in _NONLINEAR | _WITH_REDUCTION
+        outputs, known = self._outputs, self.name in _NONLINEAR | FUSED
         size, rows, node = outputs.batch_size, self.shape[:1].numel(), self.path.value.node
         candidates = self._candidates()
         if candidates or known:
@@ -282,7 +268,7 @@ class SampleRows:
     @property
     def _values(self) -> list[Value]:
         """The values that hold the rows: the inputs of a loss that also reduces its rows, else the last value."""
-        return self._depends.below(self.path.value.node) if self.name in _WITH_REDUCTION else [self.path.value]
+        return self._depends.below(self.path.value.node) if self.name in FUSED else [self.path.value]
 
     def _are_shown(self, samples: Tensor) -> bool:
         """Tell whether the samples of the rows are certain: by the order of the samples, or by each row's derivative.
@@ -340,7 +326,7 @@ class SampleRows:
         if self.path.value in self._outputs.values:
             return
         for node in self.behind:
-            reduces = node is self.path.value.node and self.name in _WITH_REDUCTION
+            reduces = node is self.path.value.node and self.name in FUSED
             if not reduces and self._mixes(node):
                 raise Coupled(
                     f"{node.name()} mixes samples, and its result is no sum of parts of single samples, so a sample's "
@@ -355,7 +341,7 @@ class SampleRows:
         if not behind:
             return False
         before = behind[0].shape
-        if name in _WITH_REDUCTION:
+        if name in FUSED:
             return saved(node, "reduction") != 0 and bool(_axes(before, outputs))
         if name == "Mm":
             return len(behind) == 2
@@ -366,7 +352,7 @@ class SampleRows:
             mixes = bool(_axes(before, outputs))
         else:
             others = before[:usual] + before[usual + 1 :]
-            along = usual in [dim % len(before) for dim in dims]
+            along = usual in dims
             whole = before[usual] > 0 and before[usual] % outputs.batch_size == 0
             mixes = along and whole and outputs.batch_size not in others
         if not mixes:
@@ -396,7 +382,7 @@ class SampleRows:
         for node in nodes:
             for value, constant in constants_beside(node, depends):
                 shape, sizes = value.shape, own_sizes(constant)
-                if any(map(SharedValue("", constant).is_of, outputs.declared)):
+                if is_declared(constant, outputs):
                     continue
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next batch's constant may have other sizes
                 if self._is_doubtful(shape, sizes):
@@ -595,7 +581,7 @@ class SampleRows:
     @property
     def _fused(self) -> int:
         """How the operation that computes the rows reduces them: 0 not at all, 1 by a mean, 2 by a sum."""
-        return int(saved(self.path.value.node, "reduction")) if self.name in _WITH_REDUCTION else 0
+        return int(saved(self.path.value.node, "reduction")) if self.name in FUSED else 0
 
     @property
     def _has_class_weights(self) -> bool:
@@ -762,7 +748,7 @@ _SOME = 4096
 """Number of weights that are examined first: they usually show whether all weights have more than `_FEW` values."""
 
 _COPIES = "torch::autograd::CopySlices"
-_WITH_SIZES = ELEMENTWISE | MOVING | {_COPIES} | operations("ConstantPadNd Gather AsStrided")
+_WITH_SIZES = ELEMENTWISE | MOVING | {_COPIES, "ConstantPadNd", "Gather", "AsStrided"}
 """Operations that occur in the graph or not depending on the sizes of a batch."""
 
 
@@ -825,16 +811,7 @@ def _numbered(node: Node, shape: torch.Size, axis: int, batch_size: int, batch_f
     return places.view([-1 if dim == axis else 1 for dim in range(len(shape))])
 
 
-_IN_ORDER = (
-    ELEMENTWISE
-    | _WITH_REDUCTION
-    | RESHAPING
-    | _FUNCTIONS
-    | operations(
-        "Slice LogSoftmax Softmax Gelu Silu Xlogy Norm LinalgVectorNorm Cumsum Sum Mean Var Std Logsumexp Max Amax "
-        "Gather Mm Addmm Bmm"
-    )
-)
+_IN_ORDER = ELEMENTWISE | FUSED | RESHAPING | FUNCTIONS | operations("order")
 """Operations that keep the samples in their order, if each sample's values are adjacent."""
 
 
@@ -988,7 +965,7 @@ def _dims_added_up(step: LinearStep) -> list[int]:
     if step.operation not in {"Sum", "Mean"} or not before:
         return []
     dims = dims_of(step.value.node)
-    return [*range(before)] if dims is None else sorted({dim % before for dim in dims})
+    return [*range(before)] if dims is None else dims
 
 
 def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tensor:
@@ -1005,9 +982,7 @@ def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tenso
 # What couples samples
 
 
-_BROADCASTING = operations(
-    "Expand Add Sub Rsub Mul Div Where MaskedFill Maximum Minimum Fmax Fmin Pow Lerp Xlogy Hypot Atan2"
-)
+_BROADCASTING = operations("broadcasts")
 """Operations that repeat a value along the dimensions of another value or of a constant."""
 
 

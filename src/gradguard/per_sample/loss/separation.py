@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.layers.call import Axes, BatchAxis, samples_first
-from gradguard.per_sample.loss.loss_graph import Dependence, Unreadable, Value, parents, walk
+from gradguard.per_sample.loss.loss_graph import Dependence, Unreadable, Value, nodes_below, parents, walk
 from gradguard.state.generators import seeded_normal
 from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import input_metadata_of, version_of
@@ -252,7 +252,7 @@ class Outputs:
         because float16 does not represent tiny numbers.
         """
         ends = self._outputs
-        nodes = walk([value.node], lambda one: [edge.node for edge in parents(one) if edge not in ends])
+        nodes = nodes_below(value.node, ends)
         kinds = {meta.dtype for node in nodes for meta in input_metadata_of(node)} | {end.meta.dtype for end in ends}
         return max(_SIZES.get(kind, 2.0**-50) for kind in kinds)
 
@@ -341,7 +341,7 @@ def _reached(value: Value, ends: Mapping[Value, object]) -> list[Value]:
     """Return the ends that a backward from a value reaches, without those that it reaches only through other ends."""
     if value in ends:
         return [value]
-    nodes = walk([value.node], lambda one: [edge.node for edge in parents(one) if edge not in ends])
+    nodes = nodes_below(value.node, ends)
     found = {edge for one in nodes for edge in parents(one) if edge in ends}
     return [end for end in ends if end in found]
 

@@ -25,6 +25,7 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.beside import (
     INVERTIBLE,
     TAKES_BESIDE,
+    WITH_RESULTS,
     AffineChains,
     Bounds,
     adds_unseen,
@@ -36,16 +37,9 @@ from gradguard.per_sample.loss.beside import (
     plain,
     recovered,
     unrepeated,
+    wide_of,
 )
 from gradguard.per_sample.loss.loss_graph import (
-    ADDING,
-    JOINING,
-    LABELLED,
-    MEANS,
-    MOVING,
-    PRODUCTS,
-    SELECTING,
-    TAKING,
     Dependence,
     ResultNumbers,
     Root,
@@ -57,13 +51,24 @@ from gradguard.per_sample.loss.loss_graph import (
     is_linear,
     is_tensor,
     operation,
-    operations,
     parents,
     saved,
     scalars,
     shape_of,
-    signed,
     walk,
+)
+from gradguard.per_sample.loss.operation_table import (
+    ADDS_UNSEEN,
+    ALL_PRODUCTS,
+    CHOOSING_ROWS,
+    ELEMENTWISE,
+    JOINING,
+    LABELLED,
+    MOVING,
+    PRODUCTS,
+    SCALINGS,
+    TAKING,
+    operations,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.per_sample.loss.trained import TrainedValue, as_number
@@ -77,34 +82,20 @@ from gradguard.torch_private import (
     version_of,
 )
 
-_SHOWING = operations(
-    "Sum Nansum Mean View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
-    "UnsafeSplit Stack Cat Permute Transpose T Expand Repeat Clone Alias ToCopy CopyBackwards Neg Mul Div Add Sub Rsub "
-    "Where MaskedFill Index IndexSelect MaskedSelect Gather Take Dot Mv Mm Bmm Addmm Baddbmm Addmv Addcmul Addcdiv "
-    "Maximum Minimum Clamp ClampMin ClampMax Pow MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy "
-    "BinaryCrossEntropyWithLogits SoftMarginLoss NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss CtcLoss "
-    "Flip Roll Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt "
-    "Reciprocal Sigmoid LogSigmoid LogSigmoidForward Tanh Relu Gelu Silu Mish Softplus Abs Sgn Sin Cos Erf Cosh "
-    "Sinh Tan Atan Lgamma "
-    "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std "
-    "Acos Asin Acosh Asinh Atanh Erfc Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Logcumsumexp "
-    "Cumprod Cummax Cummin Xlogy Atan2 Logaddexp Logaddexp2 Digamma LinalgSvd"
-)
-"""Operations that save every constant that they take, or whose constant follows from known values."""
-
-_ENDING = operations("Mean Sum NllLoss MseLoss BinaryCrossEntropyWithLogits")
+_SHOWING = operations("shown")
+_ENDING = frozenset(["Mean", "Sum", "NllLoss", "MseLoss", "BinaryCrossEntropyWithLogits"])
 """Operations of losses without an intermediate value: each takes the module's outputs and saves them."""
 
 _IN_CACHE = 1 << 17
 """Numbers that are compared at once, so that intermediate results stay in the processor's cache."""
 
-_ADDING_ONLY = operations("Add Sub Rsub Where") | JOINING
+_ADDING_ONLY = JOINING | ELEMENTWISE & ADDS_UNSEEN
 """Operations that put a value in as it is."""
 
-_BY_TENSORS = SELECTING | PRODUCTS | operations("Gather Take TakeAlongDim Addmm Baddbmm Addmv")
+_BY_TENSORS = CHOOSING_ROWS | ALL_PRODUCTS
 """Operations that choose or weigh values by tensors, which are compared themselves."""
 
-_ADDING_UP = ADDING | MEANS | operations("Addmm Baddbmm Addmv IndexAdd ScatterAdd")
+_ADDING_UP = operations("mean", "sum", "product") | {"IndexAdd", "ScatterAdd"}
 
 _Found = TypeVar("_Found")
 
@@ -248,6 +239,11 @@ class SharedValue:
         return bool((close | (mine == theirs) | mine.isnan()).all())
 
 
+def is_declared(value: Tensor | float, outputs: Outputs) -> bool:
+    """Tell whether the user declared a value as not computed from the batch."""
+    return any(map(SharedValue(None, value).is_of, outputs.declared))
+
+
 @dataclass(frozen=True)
 class _KeptValue:
     """A value of an earlier batch: the tensor, kept so that its memory is not reused, and a copy of its content."""
@@ -358,7 +354,7 @@ class SharedValues:
             are_alike: Whether all samples have the same sum. The first such batch, like one of a single sample, is
                 accepted: it does not determine the weights.
         """
-        before = self._mixtures.get(key)
+        before = (self._mixtures | self._new_mixtures).get(key)  # a loop over samples has a sum for each
         if self.strict:
             mixture = replace(mixture, constants=mixture.constants[:, :1])
         if before is not None and len(before.constants.T) != len(mixture.constants.T):
@@ -416,9 +412,6 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 # Shared values in the graph of a loss
 
 
-_Look = Callable[[Value, Sequence[int]], IsShared]
-
-
 class _Use(NamedTuple):
     """An operation that takes a value, and a function that finds out whether samples share the value there."""
 
@@ -438,7 +431,7 @@ class LossConstants:
     def __init__(self, roots: Sequence[Root], outputs: Outputs) -> None:
         self._roots, self._outputs, self._depends = roots, outputs, outputs.depends
         self._nodes = _nodes(roots, outputs)
-        self._places = ValuePlaces(outputs.values, outputs.depends)
+        self._places = ValuePlaces(outputs.results, outputs.depends)
         self._results = ResultNumbers(outputs.results, outputs.depends)
         self._bounds: dict[Value, Bounds] = {}
 
@@ -485,7 +478,7 @@ class LossConstants:
         again = chains.retraced(value) if base is None else base
         if again is not None:
             return not _is_result(node, again)
-        whole = self._whole_of(node)
+        whole = recovered(node)
         if (apart := chains.added(value, whole)) is None:
             return False
         bounds = apart.bounds
@@ -500,11 +493,7 @@ class LossConstants:
     @functools.cached_property
     def _with_results(self) -> list[Node]:
         """The operations that saved their result but not their input."""
-        return [node for node in self._nodes if operation(node) == "LogSoftmax" or operation(node) in INVERTIBLE]
-
-    def _whole_of(self, node: Node) -> Bounds:
-        """Return bounds of such an operation's input, computed from its result; for `log_softmax` the result itself."""
-        return Bounds.exactly(saved(node, "result").detach()) if operation(node) == "LogSoftmax" else recovered(node)
+        return [node for node in self._nodes if operation(node) in WITH_RESULTS]
 
     @functools.cached_property
     def _users(self) -> dict[Value, Node]:
@@ -522,7 +511,7 @@ class LossConstants:
         """Return the bounds of a value; None if no saved tensor determines it."""
         if value not in self._bounds and (value in self._chains.known or value in self._users):
             exact = self._chains.known.get(value)
-            self._bounds[value] = self._whole_of(self._users[value]) if exact is None else Bounds.exactly(exact)
+            self._bounds[value] = recovered(self._users[value]) if exact is None else Bounds.exactly(exact)
         return self._bounds.get(value)
 
     def _constant_in(self, value: Value) -> Bounds | None:
@@ -668,8 +657,7 @@ class LossConstants:
             return None
         whole, part = known[value], known[below[0]]
         sign = -1 if value.operation == "Sub" and inputs == [1] else 1
-        eps, wide = torch.finfo(whole.dtype).eps, torch.promote_types(whole.dtype, torch.float32)
-        whole, part = whole.to(wide), part.to(wide)
+        eps, whole, part = torch.finfo(whole.dtype).eps, whole.to(wide_of(whole)), part.to(wide_of(whole))
         return Bounds.around(whole - part if sign == 1 else whole + part, whole.abs().add_(part.abs()).mul_(2 * eps))
 
     @functools.cached_property
@@ -677,7 +665,7 @@ class LossConstants:
         """For each value of `_ends`, the values below it to which constants were added before further operations."""
         return {end: self._chains.parts_of(end) for end in self._ends}
 
-    def _added(self, look: _Look) -> Iterator[SharedValue]:
+    def _added(self) -> Iterator[SharedValue]:
         """Yield the constants that operations add without saving them, where all samples may have the same one.
 
         Each constant is computed in the value of `_ends`. Where further operations follow the addition, it is also
@@ -690,14 +678,17 @@ class LossConstants:
             for number, part in enumerate(self._parts[end])
         ]
         sums, counted = [*self._sums, *summands], Counter[Hashable]()
-        of_each, alone = Counter(place for place, _, _ in sums), defaultdict[Hashable, list[Bounds]](list)
+        of_each = Counter(place for place, _, _ in sums)
+        in_loops = defaultdict[tuple[Hashable, torch.Size], list[tuple[Value, Bounds]]](list)
         for place, value, bounds in sums:
             among, counted[place] = (of_each[place], counted[place]), counted[place] + 1
             if value in self._mixed and self._outputs.batch_size > 1:
                 continue
             sizes, shape, places = bounds.sizes, value.shape, _places_of_rows(value, self._outputs)
-            if not shape:  # the value of one sample, in a loop over samples
-                alone[place].append(bounds)
+            if not shape or of_each[place] > 1:  # a loop over samples has a value for each
+                narrow = bounds.alike([dim for dim, size in enumerate(sizes) if size == 1])
+                in_loops[place, narrow.low.shape].append((value, narrow))
+            if not shape:
                 continue
             keys = {dim: ("added", place, shape[:dim], shape[dim + 1 :]) for dim in places}
             alike = next((dim for dim in places if sizes[dim] == 1), None)
@@ -705,19 +696,27 @@ class LossConstants:
                 yield from (SharedValue(key, math.nan, seen="each", among=among) for key in keys.values())
                 continue
             seen = "several" if _are_of_several(bounds, alike) else "one"
-            bounds = bounds.alike(alike)
-            low, high = bounds.low.max(), bounds.high.min()
-            bounds = Bounds(low, high) if low <= high and bool(bounds.middle.isfinite().all()) else bounds
-            constant = bounds.middle if bounds.low.dim() else float(bounds.middle)
-            yield SharedValue(keys[alike], constant, look(value, sizes), bounds, seen=seen, among=among)
-        for place, each in alone.items():
-            low, high = max(float(one.low) for one in each), min(float(one.high) for one in each)
-            if low > high or not math.isfinite(low + high):
-                yield SharedValue(("added", place, "alone"), math.nan, seen="each")
-                continue
-            bounds = Bounds(*torch.tensor((low, high), dtype=torch.float64, device="cpu"))
-            seen = "several" if len(each) > 1 else "one"
-            yield SharedValue(("added", place, "alone"), (low + high) / 2, lambda: True, bounds, seen=seen)
+            constant, bounds = as_number(bounds.alike([alike]))
+            yield SharedValue(keys[alike], constant, self._look(value, sizes), bounds, seen=seen, among=among)
+        for (place, shape), found in in_loops.items():
+            yield from self._added_in_loop(("added", place, "alone", shape), found)
+
+    def _added_in_loop(self, key: Hashable, found: Sequence[tuple[Value, Bounds]]) -> Iterator[SharedValue]:
+        """Yield the constant that operations add to one value after the other, as a loop over samples does."""
+        values, bounds = [value for value, _ in found], found[0][1]
+        if values[0].shape and len(found) == 1:
+            return
+        for _, other in found[1:]:
+            bounds = bounds.within(other)
+            if not bounds.are_possible:
+                break
+        if not (bounds.are_possible and bool(bounds.are_known.any())):
+            yield SharedValue(key, math.nan, seen="each")
+            return
+        seen = "several" if len(found) >= (_MANY_SAMPLES if bounds.are_whole else 2) else "one"
+        is_shared = functools.partial(_is_of_several, self._outputs, [value.node for value in values])
+        constant, bounds = as_number(bounds)
+        yield SharedValue(key, constant, is_shared if values[0].shape else lambda: True, bounds, seen=seen)
 
     def given(self) -> Iterator[SharedValue]:
         """Yield the gradients that were passed to backward, without all 1 (a sum) and all 1/n (a mean)."""
@@ -731,9 +730,6 @@ class LossConstants:
         outputs, depends, size = self._outputs, self._depends, self._outputs.batch_size
         uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
-        def look(value: Value, sizes: Sequence[int]) -> IsShared:
-            return functools.partial(_is_shared, outputs, value, sizes) if size > 1 else lambda: True
-
         def use(node: Node, value: Tensor | float, is_shared: IsShared, *key: Hashable) -> None:
             place = operation(node), self._places.of(Value(node)), *key
             same = _place(value) if isinstance(value, Tensor) else value
@@ -742,7 +738,7 @@ class LossConstants:
         # Behind a nonlinear operation (`is_behind`) a number is no weight of rows, which the ledger compares.
         for node, is_behind in self._nodes.items():
             name, whole = operation(node), Value(node)
-            look_at_all = look(whole, [1] * len(whole.shape))
+            look_at_all = self._look(whole, [1] * len(whole.shape))
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
                 use(node, plain(weight), lambda: True, weight.shape)
@@ -751,19 +747,19 @@ class LossConstants:
                 sizes, constant = own_sizes(constant), unrepeated(constant)
                 is_one = size > 1 and _is_one_number(constant)
                 if is_one:
-                    if sizes[0] == 1 and 1 in [
-                        sizes[dim] for dim in places
-                    ]:  # in another batch its elements may differ
-                        use(node, constant, look(value, sizes), i, constant.shape)
+                    # In another batch its elements may differ.
+                    if sizes[0] == 1 and 1 in [sizes[dim] for dim in places]:
+                        use(node, constant, self._look(value, sizes), i, constant.shape)
                     sizes, constant = [1] * len(sizes), constant[(slice(1),) * constant.dim()]
                 is_own = places and all(sizes[dim] > 1 for dim in (0, *places)) and not _is_reduced(value, outputs)
                 if is_own or (constant.numel() == 1 and not is_behind and not is_one):
                     continue
                 by_chance = is_one and size < _MANY_SAMPLES
+                is_shared = (lambda: "unclear") if by_chance else self._look(value, sizes)
                 if not _is_of_parameter(constant):
-                    use(node, constant, (lambda: "unclear") if by_chance else look(value, sizes), i, constant.shape)
+                    use(node, constant, is_shared, i, constant.shape)
             # Tensors without a dimension, except factors of rows. Python's numbers are read from the settings below.
-            takes = name in TAKES_BESIDE and (is_behind or name not in {"Mul", "Div"})
+            takes = name in TAKES_BESIDE and (is_behind or name not in SCALINGS)
             given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or depends.holds(one))]
             given = [plain(one) for one in given if not depends.is_trained_beside(node, one)]
             singles = [
@@ -773,7 +769,7 @@ class LossConstants:
                 use(node, constant, look_at_all, i, "single")
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(whole.shape, size))]:
-                    use(node, columns, look(whole, sizes), "columns", columns.dim())
+                    use(node, columns, self._look(whole, sizes), "columns", columns.dim())
             for setting, value in _numbers_of(node, depends) if is_behind else ():
                 use(node, value, look_at_all, setting, outputs.values_of_each)
         for key, values in uses.items():
@@ -786,8 +782,12 @@ class LossConstants:
         yield from self._weights()
         yield from self._places_taken()
         if self._ends:  # else no unsaved constant was added, and nothing need be recomputed
-            yield from self._added(look)
+            yield from self._added()
             yield from self._mixtures()
+
+    def _look(self, value: Value, sizes: Sequence[int]) -> IsShared:
+        """Return a function that tells whether an element of a constant lies beside values of several samples."""
+        return functools.partial(_is_shared, self._outputs, value, sizes)
 
     @functools.cached_property
     def _trained(self) -> list[tuple[Node, int, TrainedValue]]:
@@ -798,7 +798,7 @@ class LossConstants:
         return [
             (node, which, TrainedValue(value, node))
             for node, is_behind in self._nodes.items()
-            if operation(node) not in _ADDING_ONLY and (is_behind or operation(node) in PRODUCTS | {"Mul", "Div"})
+            if operation(node) not in _ADDING_ONLY and (is_behind or operation(node) in PRODUCTS | SCALINGS)
             for which, value in enumerate(self._depends.trained_beside(node))
         ]
 
@@ -822,7 +822,7 @@ class LossConstants:
         by_result: defaultdict[Hashable, list[tuple[int, _Use]]] = defaultdict(list)
         for users in values.values():
             for use in users:
-                if not any(map(SharedValue(key, use.value).is_of, self._outputs.declared)):
+                if not is_declared(use.value, self._outputs):
                     by_result[self._results.of(Value(use.node))].append((self._order[use.node], use))
         for results, found in by_result.items():
             ordered = [use for _, use in sorted(found, key=lambda one: one[0])]
@@ -878,11 +878,10 @@ class LossConstants:
         """
         found: defaultdict[Hashable, list[tuple[Hashable, int, Node, float]]] = defaultdict(list)
         for number, (node, is_behind) in enumerate(self._nodes.items()):
-            if is_behind or operation(node) not in {"Mul", "Div"} or len(self._depends.below(node)) != 1:
+            if is_behind or operation(node) not in SCALINGS or len(self._depends.below(node)) != 1:
                 continue
             for one in scalars(node, self._depends):
-                declared = any(map(SharedValue(None, one).is_of, self._outputs.declared))
-                if math.isfinite(one) and one and not declared:
+                if math.isfinite(one) and one and not is_declared(one, self._outputs):
                     below = self._depends.below(node)[0]
                     results = tuple(sorted(self._results.of(below)))
                     found[self._places.of(below)].append((results, number, node, one))
@@ -918,10 +917,7 @@ class LossConstants:
         def are_shared() -> bool | Unsettled:
             nodes = [use.node for use in uses]
             if not self._is_loop(nodes):
-                found: list[bool | Unsettled] = [use.is_shared() for use in uses]
-                if True not in found:
-                    return max(found, key=bool)
-                return True
+                return _is_shared_in(uses)
             each = Counter(self._outputs.only_sample(Value(node)) for node in (nodes if count < len(nodes) else ()))
             return True if {*each.values()} == {count} else "own here"
 
@@ -983,7 +979,7 @@ def _is_result(node: Node, values: Tensor) -> bool:
     result = saved(node, "result").detach()
     if operation(node) == "LogSoftmax":
         return _are_normalized(result, values, saved(node, "dim"))
-    again, limits = INVERTIBLE[operation(node)][0](values), torch.finfo(result.dtype)
+    again, limits = INVERTIBLE[operation(node)].function(values), torch.finfo(result.dtype)
     if torch.equal(again, result):
         return True
     near = (again - result).abs() <= 4 * limits.eps * result.abs() + limits.tiny
@@ -994,7 +990,7 @@ def _are_normalized(result: Tensor, values: Tensor, dim: int) -> bool:
     """Tell whether a result equals `log_softmax` of values up to rounding."""
     result, values = (one.movedim(dim, -1).reshape(-1, one.shape[dim]) for one in (result, values))
     rows = max(1, _IN_CACHE // max(1, result.shape[-1])) if result.device.type == "cpu" else max(1, len(result))
-    wide = torch.promote_types(result.dtype, torch.float32)
+    wide = wide_of(result)
     own, eps = torch.finfo(result.dtype).eps, torch.finfo(wide).eps
     for some, given in zip(result.split(rows), values.split(rows), strict=True):
         if own == eps:  # if all is finite, result and values differ by one number in each row
@@ -1023,10 +1019,10 @@ def _is_reduced(value: Value, outputs: Outputs) -> bool:
         name, below = place.operation, parents(place.node)
         if place in ends or name not in _ADDING_UP or not below:
             continue
-        dims = dims_of(place.node) if name in {"Sum", "Nansum", "Mean"} else None
+        dims = dims_of(place.node) if name in operations("mean", "sum") else None
         shape = below[0].shape
-        places = places_of(shape, outputs.batch_size)
-        if places and (dims is None or not {dim % len(shape) for dim in dims}.isdisjoint(places)):
+        places = {*places_of(shape, outputs.batch_size)}
+        if places and (dims is None or not places.isdisjoint(dims)):
             return True
     return False
 
@@ -1040,10 +1036,10 @@ def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
 
 def _are_of_several(bounds: Bounds, dim: int) -> bool:
     """Tell whether equal numbers along a dimension are known for enough samples to be equal not just by chance."""
-    known, alike = bounds.are_known, bounds.alike(dim)
+    known, alike = bounds.are_known, bounds.alike([dim])
     for other in range(known.dim()):
         if other != dim and alike.sizes[other] == 1:
-            known, alike = known.any(other, keepdim=True), alike.alike(other)
+            known, alike = known.any(other, keepdim=True), alike.alike([other])
     is_whole = (alike.middle - alike.middle.round()).abs() <= alike.rounding
     return bool((known.sum(dim, keepdim=True) >= torch.where(is_whole, _MANY_SAMPLES, 2)).any())
 
@@ -1122,7 +1118,7 @@ def _numbers_of(node: Node, depends: Dependence) -> Iterator[tuple[Hashable, flo
     ]:
         is_number = type(value) is int or (isinstance(value, float) and not math.isnan(value))
         if is_number and not (RECORDED_SIZE in name or name.startswith("dim") or name == "reduction"):
-            yield name, float(signed(value) if type(value) is int else value)
+            yield name, float(value)
 
 
 def _settings_of(node: Node) -> Iterator[tuple[str, Hashable]]:
@@ -1144,7 +1140,7 @@ def _settings_of(node: Node) -> Iterator[tuple[str, Hashable]]:
             value = (value,)
         if isinstance(value, list | tuple):
             counted = max(1, len(shape)) if setting.startswith("dim") else None  # from the front, or from the end
-            value = tuple(signed(one) if counted is None else signed(one) % counted for one in value)
+            value = tuple(one if counted is None else one % counted for one in value)
         yield setting, value
     if "reduction" in settings or name in _BY_TENSORS:
         return
@@ -1207,10 +1203,14 @@ def _is_one_number(constant: Tensor) -> bool:
 
 def _is_shared_by(outputs: Outputs, uses: Sequence[_Use]) -> bool | Unsettled:
     """Tell whether samples share a value: within one operation, or across operations of one sample each."""
+    shared = _is_shared_in(uses)
+    return shared is True or (len(uses) > 1 and _is_of_several(outputs, [use.node for use in uses])) or shared
+
+
+def _is_shared_in(uses: Sequence[_Use]) -> bool | Unsettled:
+    """Tell whether samples share a value within one of the operations."""
     found: list[bool | Unsettled] = [use.is_shared() for use in uses]
-    if True in found or (len(uses) > 1 and _is_of_several(outputs, [use.node for use in uses])):
-        return True
-    return max(found, key=bool)
+    return True in found or max(found, key=bool)
 
 
 def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
@@ -1233,6 +1233,8 @@ def _is_shared(
     Returns:
         The answer, or what this batch alone shows.
     """
+    if outputs.batch_size == 1:
+        return True
     is_reduced = is_reduced or functools.partial(_is_reduced, value, outputs)
     try:
         samples, tells_all = outputs.samples_of(value), True

@@ -26,8 +26,6 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.beside import unrepeated
 from gradguard.per_sample.loss.ledger import Kind, Ledger, Page, RowWeights, page_of
 from gradguard.per_sample.loss.loss_graph import (
-    LABELLED,
-    MEANS,
     Constant,
     Coupled,
     LinearStep,
@@ -41,6 +39,7 @@ from gradguard.per_sample.loss.loss_graph import (
     paths,
     shape_of,
 )
+from gradguard.per_sample.loss.operation_table import LABELLED, MEANS
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
 from gradguard.per_sample.loss.rows import LossTerm, Owner, SampleRows
 from gradguard.per_sample.loss.separation import Outputs

@@ -13,7 +13,6 @@ from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import INVERTIBLE, AffineChains, Bounds, is_affine, known_values, recovered
 from gradguard.per_sample.loss.loss_graph import (
-    SINGLY,
     Dependence,
     Unreadable,
     Value,
@@ -21,9 +20,9 @@ from gradguard.per_sample.loss.loss_graph import (
     is_tensor,
     operation,
     parents,
-    signed,
     walk,
 )
+from gradguard.per_sample.loss.operation_table import SINGLY
 from gradguard.torch_private import saved_constant, saved_settings, saved_tensors
 
 _USUAL = {"exponent": 2.0, "alpha": 1.0, "beta": 1.0, "threshold": 20.0, "p": 2.0, "ord": 2.0}
@@ -70,9 +69,7 @@ class TrainedValue:
             for name, setting in (settings | sizes).items():
                 for i, one in enumerate(setting if isinstance(setting, Sequence) else [setting]):
                     if isinstance(one, float | int) and one == one:
-                        number = float(signed(one) if type(one) is int else one)
-                        is_usual = name not in _NUMBERS or number == _USUAL.get(name)
-                        yield (place, name, i), number, is_usual
+                        yield (place, name, i), float(one), name not in _NUMBERS or one == _USUAL.get(name)
 
     @functools.cached_property
     def added(self) -> list[Bounds | None]:
