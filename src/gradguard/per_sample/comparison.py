@@ -96,9 +96,7 @@ class SampleGradient:
         return product / square if square else 0.0
 
 
-def judge(
-    name: str, error: float, own: float, whole: float, precision: float, measured: float = 0.0
-) -> Comparison:
+def judge(name: str, error: float, own: float, whole: float, precision: float, measured: float = 0.0) -> Comparison:
     """Compare one parameter's error in one sample with the rounding of its own and of the sample's whole gradient.
 
     Args:

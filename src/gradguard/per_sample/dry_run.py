@@ -30,8 +30,16 @@ from gradguard.per_sample.call_arguments import (
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
 from gradguard.per_sample.origins import Origins, name_of, tensors_given
-from gradguard.per_sample.refusals import own_failure, rows_are_chosen
-from gradguard.per_sample.rerun import TOO_RARE, coarseness, frozen, is_draw, seed_generators, undisturbed, without_graph
+from gradguard.per_sample.refusals import KEEPS_STATE, own_failure, rows_are_chosen
+from gradguard.per_sample.rerun import (
+    TOO_RARE,
+    coarseness,
+    frozen,
+    is_draw,
+    seed_generators,
+    undisturbed,
+    without_graph,
+)
 from gradguard.per_sample.row_choices import RowChoices, SafeSelections
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots
@@ -182,7 +190,9 @@ class CallObserver(TorchFunctionMode):
                 self._drawn()
             result = func(*args, **kwargs)
             if self._keep_values:
-                self.precision = max([self.precision, *map(coarseness, result if isinstance(result, list | tuple) else [result])])
+                self.precision = max(
+                    [self.precision, *map(coarseness, result if isinstance(result, list | tuple) else [result])]
+                )
             return result
 
         self._operations = each_operation(look_at)
@@ -380,7 +390,9 @@ class DryRun:
                 name = next(name for name, parameter in self._module.named_parameters() if parameter is changed)
                 raise UnsupportedGradientError(
                     f"forward writes into its parameter {name}, and this change, which depends on the samples, is "
-                    "not clipped. Is it an Embedding with max_norm? Set max_norm=None."
+                    "not clipped. Is it an Embedding with max_norm? Set max_norm=None. Is it a moving average of other "
+                    "weights (the key encoder of MoCo, the target of BYOL)? Update it after optimizer.step(), outside "
+                    "of forward."
                 )
             if changed := written(attributes):
                 raise UnsupportedGradientError(
@@ -400,8 +412,15 @@ class DryRun:
             )
         batch = self._batch
         shapes = ", ".join([str(tuple(tensor.shape)) for tensor, _ in batch.dims])
+        links = [
+            tensor for tensor, _ in batch.dims if not is_inexact(tensor) and tensor.dim() == 2 and len(tensor) == 2
+        ]
         other = (
-            " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
+            " Does an argument of shape [2, links] link the nodes of graphs that follow one another in one dimension, "
+            "as a loader of torch_geometric returns them? Pass nodes [graphs, nodes, ...] and the links within each "
+            "graph, and flatten them inside the module."
+            if links
+            else " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
             "transpose it to [batch, ...]."
             if batch.batch_first
             and any(dim is None and tensor.shape[1:2] == (batch.size,) for tensor, dim in batch.dims)
@@ -412,7 +431,8 @@ class DryRun:
             f"{batch.size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}.{other} "
             f"Every input whose batch dimension has size {batch.size} is assumed to have one entry for each sample; "
             "make a constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is "
-            f"recognised by its shape: pad this batch to another length than {batch.size}.{batch.words_on_divided}"
+            f"recognised by its shape: pad this batch to another length than {batch.size}. {KEEPS_STATE}"
+            f"{batch.words_on_divided}"
         )
 
 

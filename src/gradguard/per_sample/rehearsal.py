@@ -34,7 +34,7 @@ from gradguard.per_sample.carried_state import as_called
 from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.contributions import Contribution, Contributions, Materialized
 from gradguard.per_sample.layers.call import Axes
-from gradguard.per_sample.refusals import own_failure
+from gradguard.per_sample.refusals import OWN_GENERATOR, own_failure
 from gradguard.per_sample.rerun import Draws, frozen, substituted, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall
 from gradguard.state.generators import seeded_normal
@@ -107,7 +107,7 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
         raise UnsupportedGradientError(
             f"{type(call.pattern.module).__name__} returns no tensor that grows with the number of samples or is a "
             "loss, as far as gradguard can read its outputs, so nothing can be compared. Return tensors, tuples, lists "
-            "or dicts."
+            "or dicts. Fields of an object, such as a dataclass, are not read: return a NamedTuple with these fields."
         )
     if found.excess > 1:
         unscaled = compare(tracker, call, samples, up=0)
@@ -171,7 +171,8 @@ def _mixes(found: Comparison, size: int = 0, words: str = "") -> str:
     return (
         f"the per-sample gradient of {found.parameter}{where} is not the gradient of the sample alone (relative error "
         f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
-        f"depends on the batch)? Is the batch in another dimension (batch_first=False)?{words} Nothing was clipped."
+        f"depends on the batch)? {OWN_GENERATOR} Is the batch in another dimension (batch_first=False)?{words} Nothing was "
+        "clipped."
     )
 
 
@@ -641,7 +642,7 @@ def _not_linear(module: nn.Module) -> str:
         f"the backward of {type(module).__name__} is not linear in the gradient that it gets: a gradient twice as "
         "large does not give twice the gradient of the weights. A sample's gradient would then depend on the number "
         "of samples in the batch and on a GradScaler. Does a hook, an error clip or an autograd.Function inside "
-        "clamp, normalise or quantize the gradient? Remove it. Nothing was clipped."
+        f"clamp, normalise or quantize the gradient? Remove it. {OWN_GENERATOR} Nothing was clipped."
     )
 
 

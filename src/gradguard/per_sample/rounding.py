@@ -20,7 +20,7 @@ from torch import Tensor
 from gradguard.per_sample.call_arguments import is_inexact
 from gradguard.torch_private import each_operation, returns_a_view
 
-ALLOWED = 16.0
+_ALLOWED = 16.0
 """Multiple of the measured movement that rounding may explain: kernels sum in other orders for other batch sizes."""
 
 _RUNS = 3
@@ -29,18 +29,29 @@ _RUNS = 3
 _Key = TypeVar("_Key")
 
 
-def movements(
-    run: Callable[[], Mapping[_Key, Tensor]], size: Callable[[Tensor], Tensor]
-) -> dict[_Key, Tensor]:
-    """Return how far rounding moves the results of a run.
+def movements_of(run: Callable[[], Mapping[_Key, Tensor]], size: Callable[[Tensor], Tensor]) -> dict[_Key, Tensor]:
+    """Return how far rounding may move the results of a run.
 
     Args:
         run: Runs and returns results by name.
         size: The size of a difference of two results.
 
     Returns:
-        The median size by name; zero where it is not finite, since it then explains nothing.
+        A multiple of the median size by name; nothing if a run fails, because its own code refuses moved numbers.
+
+    Raises:
+        OutOfMemoryError: If memory runs out.
     """
+    try:
+        return {key: _ALLOWED * moved for key, moved in _medians(run, size).items()}
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return {}
+
+
+def _medians(run: Callable[[], Mapping[_Key, Tensor]], size: Callable[[Tensor], Tensor]) -> dict[_Key, Tensor]:
+    """Return the median movement of each result; zero where it is not finite, since it then explains nothing."""
     plain, sizes = run(), list[dict[_Key, Tensor]]()
     for seed in range(_RUNS):
         with _moved(seed):

@@ -33,9 +33,9 @@ from gradguard.per_sample.contributions import Contribution, Contributions, Mate
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
-from gradguard.per_sample.refusals import own_failure
+from gradguard.per_sample.refusals import OWN_GENERATOR, own_failure
 from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, UntoldDrawsError, substituted, undisturbed
-from gradguard.per_sample.rounding import ALLOWED, movements
+from gradguard.per_sample.rounding import movements_of
 from gradguard.state.frozen import Frozen
 from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import parameter_slots
@@ -297,8 +297,8 @@ class LoopedCall:
         return (
             f"{type(self.module).__name__} treats a sample alone in another way than in the batch of "
             f"{self.batch_size}: {difference}. {drawn if self.draws.drew_elsewhere else ''}Does the model mix samples "
-            "(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? Is the batch in "
-            f"another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was clipped."
+            f"(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? {OWN_GENERATOR} Is the "
+            f"batch in another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was clipped."
         )
 
     def compare(
@@ -359,11 +359,7 @@ class LoopedCall:
         """
         before, self._compares = self._compares, False
         try:
-            return {key: ALLOWED * moved for key, moved in movements(run, size).items()}
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a moved number may be refused by the module's own code
-            return {}
+            return movements_of(run, size)
         finally:
             self._compares = before
 
