@@ -249,12 +249,19 @@ class LoopedCall:
     def _alone(
         self, samples: Sequence[int], places: Places, moved: Mapping[int, Tensor] | None = None
     ) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
-        """Run some samples with leaves in the places of parameters, until the block ends; yield outputs and leaves.
+        """Run some samples with leaves in the places of parameters, until the block ends.
 
         Args:
             samples: The indices of the samples in the batch.
             places: The modules and attributes that hold each parameter.
             moved: How far rounding may move the samples' rows of each output; measured if outputs differ.
+
+        Yields:
+            The outputs, and the leaves by name.
+
+        Raises:
+            UntoldDrawsError: If the samples' share of the random numbers cannot be determined.
+            UnsupportedGradientError: If the outputs differ from those in the batch.
         """
         failure: UnsupportedGradientError | None = None
         layouts = LAYOUTS if self.draws.drawn and not self._layout else (self._layout or LAYOUTS[0],)
@@ -297,8 +304,8 @@ class LoopedCall:
         return (
             f"{type(self.module).__name__} treats a sample alone in another way than in the batch of "
             f"{self.batch_size}: {difference}. {drawn if self.draws.drew_elsewhere else ''}Does the model mix samples "
-            f"(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? {OWN_GENERATOR} Is the "
-            f"batch in another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was clipped."
+            f"(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? {OWN_GENERATOR} Is "
+            f"the batch in another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was clipped."
         )
 
     def compare(
