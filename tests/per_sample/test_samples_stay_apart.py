@@ -876,3 +876,245 @@ def test_a_gradient_that_the_user_retains_has_nothing_of_what_looks_for_samples_
         found.append(outputs.grad)
         del clipper
     assert torch.equal(*found)
+
+
+class Critic(nn.Module):
+    """Rates actions; with ``mixes``, each beside the mean of all."""
+
+    def __init__(self, mixes=False):
+        super().__init__()
+        self.layer, self.mixes = nn.Linear(4, 1), mixes
+
+    def forward(self, x):
+        return self.layer(x - x.mean(0) if self.mixes else x)
+
+
+def test_a_clipped_critic_may_be_frozen_while_the_actor_trains():
+    torch.manual_seed(0)
+    critic, actor = Critic().double(), nn.Linear(3, 4).double()
+    clipper = clipper_of(critic)
+    for _ in range(3):
+        x, state = torch.randn(B, 4, dtype=torch.float64), torch.randn(B, 3, dtype=torch.float64)
+        expected = average(copy.deepcopy(critic.layer), x)
+        found = step(critic, clipper, x)
+        assert_same(found, {f"layer.{name}": value for name, value in expected.items()})
+        critic.requires_grad_(False)
+        critic(actor(state)).mean().backward()
+        critic.requires_grad_(True)
+        assert actor.weight.grad is not None
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_frozen_part_that_the_script_calls_after_a_trained_one_is_read_with_the_loss(later):
+    for mixes in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"actor": nn.Linear(3, 4), "critic": Critic()}).double()
+        clipper = clipper_of(model)
+        for number in range(2):
+            if number >= later:
+                model["critic"].requires_grad_(False)
+                model["critic"].mixes = mixes
+            x = torch.randn(B, 3, dtype=torch.float64)
+            model["critic"](model["actor"](x).tanh()).square().mean().backward()
+            if mixes and number >= later:
+                with pytest.raises(UnsupportedGradientError, match="mixes samples"):
+                    clipper.clip_and_accumulate()
+                break
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+
+
+class AgainstReference(nn.Module):
+    """The output minus that of a reference that is nearly the same, where the reference is a layer or hidden."""
+
+    def __init__(self, hidden, couples=0.0):
+        super().__init__()
+        self.policy = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        reference = copy.deepcopy(self.policy).requires_grad_(False)
+        self.reference, self.couples = [reference] if hidden else reference, couples
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.add_(1e-6 * torch.randn_like(parameter))
+
+    def forward(self, x):
+        reference = self.reference[0] if isinstance(self.reference, list) else self.reference
+        small = self.policy(x) - reference(x).detach()
+        return small + self.couples * small.detach().mean(0) if self.couples else small
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_difference_of_nearly_equal_outputs_is_told_from_its_rounding(dtype, hidden):
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        model = AgainstReference(hidden)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    twin, clipper = copy.deepcopy(model), clipper_of(model)
+    for _ in range(4):
+        x, y = torch.randn(8, 4, dtype=dtype), torch.randn(8, 1, dtype=dtype)
+        (model(x) + y).square().sum(1).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        (twin(x) + y).square().sum(1).mean().backward()
+        for own, plain in zip(model.policy.parameters(), twin.policy.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, plain.grad, rtol=1e-4, atol=1e-6)
+        twin.zero_grad()
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.float64, True), (torch.float64, False), (torch.float32, False)])
+def test_a_coupling_of_a_thousandth_of_a_small_difference_is_refused(dtype, hidden):
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        model = AgainstReference(hidden, couples=1e-3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    clipper = clipper_of(model)
+    with pytest.raises(UnsupportedGradientError, match="it returns other values"):
+        step(model, clipper, torch.randn(8, 4, dtype=dtype))
+
+
+class QueryOnly(nn.Module):
+    """Attention in float32, of which only the query is trained: a sample of one token has no gradient but rounding."""
+
+    def __init__(self, couples=0.0):
+        super().__init__()
+        self.query, self.key, self.couples = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), couples
+
+    def forward(self, x, mask):
+        query, key = self.query(x), self.key(x)
+        if self.couples and query.requires_grad:
+            query.register_hook(lambda g: g + self.couples * g[:1])
+        score = (query @ key.mT).float().masked_fill(~mask[:, None], -torch.inf)
+        return (score.softmax(-1) @ x.float()).to(x.dtype)
+
+
+def test_a_gradient_that_cancels_to_rounding_is_told_from_a_coupling():
+    torch.manual_seed(0)
+    x, mask = torch.randn(4, 5, 6, dtype=torch.float64), torch.ones(4, 5, dtype=torch.bool)
+    mask[1, 1:] = False
+    weights = torch.randn(4, dtype=torch.float64)
+
+    def clip(model, clipper):
+        (squares(model(x, mask)) * weights).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        return clipper.statistics.norms
+
+    model = QueryOnly().double()
+    clipper = clipper_of(model)
+    for _ in range(3):
+        norms = clip(model, clipper)
+        assert norms[1] < 1e-5 * norms[0]
+    model = QueryOnly(couples=1e-3).double()
+    with pytest.raises(UnsupportedGradientError, match=r"mix samples|mixes samples|not linear"):
+        clip(model, clipper_of(model))
+
+
+class Resized(nn.Module):
+    """A table of positions that its own code resizes in float32, in a model of float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 3), nn.Parameter(torch.randn(1, 3, 7))
+
+    def forward(self, x):
+        table = F.interpolate(self.table.float(), size=x.shape[1], mode="linear").to(x.dtype).mT
+        return self.layer(x) + table
+
+
+def test_a_cast_inside_a_modules_own_code_is_rounding():
+    torch.manual_seed(0)
+    model = Resized().double()
+    clipper = clipper_of(model)
+    for length in (5, 6, 9):
+        x = torch.randn(B, length, 4, dtype=torch.float64)
+        found = step(model, clipper, x)
+        assert found["table"].abs().sum() > 0
+
+
+class WithForward(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.layer, self.slow, self._forward = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False), forward
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+class Field:
+    def __init__(self, logits):
+        self.logits = logits
+
+    def square(self):
+        return self.logits.square()
+
+
+def average_weights(model, x):
+    with torch.no_grad():
+        model.slow.weight.lerp_(model.layer.weight, 0.1)
+    return model.layer(x) - model.slow(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (lambda model, x: Field(model.layer(x)), "return a NamedTuple with these fields"),
+        (average_weights, r"a moving average .* after optimizer.step\(\), outside of forward"),
+    ],
+)
+def test_refusals_of_models_say_what_to_do(forward, words):
+    model = WithForward(forward)
+    clipper_of(model)
+    with pytest.raises(UnsupportedGradientError, match=words):
+        model(torch.randn(B, 4))
+
+
+class Linked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, nodes, links):
+        return self.layer(nodes)[links[0]]
+
+
+def test_a_refusal_of_graphs_says_how_to_pass_them():
+    model, links = Linked(), torch.tensor([[4, 1, 2, 3, 4], [1, 2, 3, 4, 0]])
+    clipper_of(model)
+    with pytest.raises(UnsupportedGradientError, match=r"Pass nodes \[graphs, nodes, ...\]"):
+        squares(model(torch.randn(5, 4), links)).mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_refusal_of_a_backward_hook_on_the_outermost_module_says_where_to_register_it():
+    model, seen = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), []
+    model.register_full_backward_hook(lambda *given: seen.append(given))
+    clipper = clipper_of(model)
+    squares(model(torch.randn(B, 4))).mean().backward()
+    with pytest.raises(UnsupportedGradientError, match=r"or log by output\.register_hook"):
+        clipper.clip_and_accumulate()
+    logs = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    logs[1].register_full_backward_hook(lambda *given: seen.append(given))
+    step(logs, clipper_of(logs), torch.randn(B, 4))
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.state = nn.GRUCell(4, 3), None
+
+    def forward(self, x):
+        hidden = self.cell(x) if self.state is None else self.cell(x, self.state)
+        self.state = hidden.detach()
+        return hidden
+
+
+def test_a_refusal_of_kept_state_says_that_it_can_be_an_argument():
+    model = Stateful()
+    clipper = clipper_of(model)
+    step(model, clipper, torch.randn(B, 4))
+    with pytest.raises(UnsupportedGradientError, match="Pass the state as an argument"):
+        step(model, clipper, torch.randn(B, 4))

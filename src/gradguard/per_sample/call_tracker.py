@@ -398,7 +398,8 @@ class CallTracker:
         if module in self._units and self._capture.keep is not None:
             self._guard((self._names[place], parameter_slots(place[0])[place[1]]) for place in self._units[module])
         if not self._stack:
-            self._begin(module, (args, kwargs), given)
+            if not self._begin(module, (args, kwargs), given):
+                return None
             if self._loop is not None:
                 self._stack.append(self._start_loop(self._loop))
                 return None
@@ -715,27 +716,35 @@ class CallTracker:
             if sample not in witnessed.taken:
                 witnessed.taken[sample] = call.batch.samples([sample])
 
-    def _begin(self, module: nn.Module, arguments: Arguments, given: Arguments | None = None) -> None:
+    def _begin(self, module: nn.Module, arguments: Arguments, given: Arguments | None = None) -> bool:
         """Choose the plan of an outermost call that starts, and verify the call beforehand if its kind is new.
 
         Args:
             module: The module that is called.
             arguments: Its arguments.
             given: The arguments before the hooks of ``fully_shard``; None if it has none.
+
+        Returns:
+            Whether the call is followed. A call in which nothing is trained is not: what it does with the outputs of
+            other calls is read as a part of the loss.
         """
         with self._with_others(module, Place.FORWARD_BEGINS) as decide:
             self._look_at_order(module)
-            self._prepare(module, arguments, given or arguments, decide)
-            return
+            state = self._look_at_state()
+            self._look_at_trained()
+            is_frozen = not self.planner.uses_trained(module) and current_graph_task() == -1
+            if is_frozen and not self.planner.sharded:  # a backward of the loss alone must run no hook of fully_shard
+                return False
+            self._prepare(module, arguments, given or arguments, state, decide)
+            return True
         # An error is kept: the call goes on as one without samples, which clips nothing and passes backward on.
         self._capture.batch_size = 0
         self._loop = self._witnessed = self._trace = None
+        return True
 
     def _prepare(
-        self, module: nn.Module, arguments: Arguments, given: Arguments, decide: Callable[[bool], None]
+        self, module: nn.Module, arguments: Arguments, given: Arguments, state: int, decide: Callable[[bool], None]
     ) -> None:
-        state = self._look_at_state()
-        self._look_at_trained()
         self.planner.restart()
         if self._rehearsed is None:
             self._held_tensors = HeldTensors(())

@@ -42,6 +42,7 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.mini_batch import GradientCollector, UsedLayer
 from gradguard.per_sample.operations import Operation, ParameterProxy, rule_of, rule_of_result
 from gradguard.per_sample.plain_sum import Leaves, Run, run_layer
+from gradguard.per_sample.refusals import KEEPS_STATE
 from gradguard.per_sample.rerun import Quietly, substituted
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
@@ -565,7 +566,7 @@ class LayerCapture:
         if len(tensors) != len(plan.inputs):
             raise UnsupportedGradientError(
                 f"a layer was called with {len(tensors)} tensors now, and with {len(plan.inputs)} when the clipper "
-                "examined the model on a few samples."
+                f"examined the model on a few samples. {KEEPS_STATE}"
             )
         return self._check_sizes(
             [(t.shape[axis.dim], axis) for t, axis in zip(tensors, plan.inputs, strict=True) if axis is not None]

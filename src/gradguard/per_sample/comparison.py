@@ -1,7 +1,7 @@
 """Comparison of a sample's gradient with another computation of it, parameter by parameter, each with its own bound."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,7 +49,12 @@ class SampleGradient:
         return math.hypot(*self.norms.values())
 
     def compare(
-        self, found: Mapping[str, Contribution], sample: int, precision: float, factor: float = 1.0
+        self,
+        found: Mapping[str, Contribution],
+        sample: int,
+        precision: float,
+        factor: float = 1.0,
+        rounding: Callable[[], Mapping[str, float]] = dict,
     ) -> Comparison:
         """Compare with the sample's gradient in a batch, parameter by parameter, each relative to its own norm.
 
@@ -58,11 +63,13 @@ class SampleGradient:
             sample: The index of the sample in the batch.
             precision: Machine epsilon of the coarsest dtype of the computation.
             factor: Number by which the gradients of the batch are multiplied first.
+            rounding: Measures how far rounding may move the gradient of each parameter. Called only where a gradient
+                differs by more than is usual.
 
         Returns:
             The comparison of the parameter with the largest ``excess``, which is infinite where an error is not finite.
         """
-        worst = Comparison(0.0, "", 0.0)
+        worst, measured = Comparison(0.0, "", 0.0), None
         for name in dict.fromkeys([*self.parts, *found]):
             own = self.norms.get(name, 0.0)
             if name not in found:
@@ -71,7 +78,11 @@ class SampleGradient:
                 error = _norm(found[name].rows(sample, sample + 1)) * abs(factor)
             else:
                 error = _distance(wide(self.parts[name]), found[name], sample, factor)
-            worst = max(worst, judge(name, error, own, self.whole, precision), key=lambda c: c.excess)
+            judged = judge(name, error, own, self.whole, precision)
+            if judged.excess > 1 and math.isfinite(error):
+                measured = rounding() if measured is None else measured
+                judged = judge(name, error, own, self.whole, precision, measured.get(name, 0.0))
+            worst = max(worst, judged, key=lambda c: c.excess)
         return worst
 
     def share_in(self, found: Mapping[str, Contribution], sample: int) -> float:
@@ -85,7 +96,7 @@ class SampleGradient:
         return product / square if square else 0.0
 
 
-def judge(name: str, error: float, own: float, whole: float, precision: float) -> Comparison:
+def judge(name: str, error: float, own: float, whole: float, precision: float, measured: float = 0.0) -> Comparison:
     """Compare one parameter's error in one sample with the rounding of its own and of the sample's whole gradient.
 
     Args:
@@ -94,6 +105,7 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
         own: Norm of the parameter's gradient.
         whole: Norm of the sample's gradient.
         precision: Machine epsilon of the coarsest dtype of the computation.
+        measured: How far rounding may move the gradient, if that was measured.
 
     Returns:
         The relative error, and the error as a multiple of the allowed one.
@@ -102,7 +114,7 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
     # parameters whose own gradient cancels to zero, such as the bias of an attention key.
     of_own, of_whole = (16, 4) if precision > 1e-4 else (1e4, 1e2)
     error = math.inf if math.isnan(error) else error  # no comparison with NaN is true
-    allowed = of_own * precision * own + of_whole * precision * whole
+    allowed = of_own * precision * own + of_whole * precision * whole + measured
     return Comparison(error / max(own, 1e-2 * whole, 1e-200), name, error / max(allowed, 1e-200))
 
 

@@ -30,8 +30,16 @@ from gradguard.per_sample.call_arguments import (
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of, stays
 from gradguard.per_sample.origins import Origins, name_of, tensors_given
-from gradguard.per_sample.refusals import own_failure, rows_are_chosen
-from gradguard.per_sample.rerun import TOO_RARE, frozen, is_draw, seed_generators, undisturbed, without_graph
+from gradguard.per_sample.refusals import KEEPS_STATE, own_failure, rows_are_chosen
+from gradguard.per_sample.rerun import (
+    TOO_RARE,
+    coarseness,
+    frozen,
+    is_draw,
+    seed_generators,
+    undisturbed,
+    without_graph,
+)
 from gradguard.per_sample.row_choices import RowChoices, SafeSelections
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots
@@ -88,6 +96,7 @@ class CallObserver(TorchFunctionMode):
         calls: The calls, in the order in which they began.
         alike: Indices of the calls that were treated as embeddings whose results belong to no sample.
         rows: The operations that select rows.
+        precision: Machine epsilon of the coarsest dtype of the computation.
     """
 
     def __init__(
@@ -96,6 +105,7 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self._without_samples, self._results = without_samples, list[Tensor]()
         self.alike: set[int] = set()
+        self.precision = torch.finfo(torch.float64).eps
         self._origins = Origins()
         self.rows = RowChoices(self._origins)
         self.calls: list[ObservedCall] = []
@@ -178,7 +188,12 @@ class CallObserver(TorchFunctionMode):
         def look_at(func: Any, args: Any, kwargs: Any) -> Any:
             if is_draw(func, args, kwargs):
                 self._drawn()
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._keep_values:
+                self.precision = max(
+                    [self.precision, *map(coarseness, result if isinstance(result, list | tuple) else [result])]
+                )
+            return result
 
         self._operations = each_operation(look_at)
         self._operations.__enter__()
@@ -270,6 +285,7 @@ class DryRun:
                 "size."
             )
         self._values: list[list[ObservedCall]] | None = None
+        self._precision = 0.0
 
     @property
     def calls(self) -> Sequence[ObservedCall]:
@@ -331,10 +347,12 @@ class DryRun:
     def _samples_vary_fastest(self, call: int, leaf: int, dim: int) -> bool:
         """Return whether samples vary fastest in ``dim``, by comparing values: both runs begin with the same two."""
         if self._values is None:
-            self._values = [self._run(samples, keep_values=True).calls for samples in SIZES]
+            observers = [self._run(samples, keep_values=True) for samples in SIZES]
+            self._values = [observer.calls for observer in observers]
+            self._precision = max([observer.precision for observer in observers])
         two, three = (run[call].values[leaf].movedim(dim, 0) for run in self._values)
-        stretches = _close(two, three[: len(two)])
-        strided = _close(two.unflatten(0, (-1, 2)), three.unflatten(0, (-1, 3))[:, :2])
+        stretches = _close(two, three[: len(two)], self._precision)
+        strided = _close(two.unflatten(0, (-1, 2)), three.unflatten(0, (-1, 3))[:, :2], self._precision)
         if stretches == strided:
             name = type(self.calls[call].module).__name__
             raise UnsupportedGradientError(
@@ -372,7 +390,9 @@ class DryRun:
                 name = next(name for name, parameter in self._module.named_parameters() if parameter is changed)
                 raise UnsupportedGradientError(
                     f"forward writes into its parameter {name}, and this change, which depends on the samples, is "
-                    "not clipped. Is it an Embedding with max_norm? Set max_norm=None."
+                    "not clipped. Is it an Embedding with max_norm? Set max_norm=None. Is it a moving average of other "
+                    "weights (the key encoder of MoCo, the target of BYOL)? Update it after optimizer.step(), outside "
+                    "of forward."
                 )
             if changed := written(attributes):
                 raise UnsupportedGradientError(
@@ -392,8 +412,15 @@ class DryRun:
             )
         batch = self._batch
         shapes = ", ".join([str(tuple(tensor.shape)) for tensor, _ in batch.dims])
+        links = [
+            tensor for tensor, _ in batch.dims if not is_inexact(tensor) and tensor.dim() == 2 and len(tensor) == 2
+        ]
         other = (
-            " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
+            " Does an argument of shape [2, links] link the nodes of graphs that follow one another in one dimension, "
+            "as a loader of torch_geometric returns them? Pass nodes [graphs, nodes, ...] and the links within each "
+            "graph, and flatten them inside the module."
+            if links
+            else " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
             "transpose it to [batch, ...]."
             if batch.batch_first
             and any(dim is None and tensor.shape[1:2] == (batch.size,) for tensor, dim in batch.dims)
@@ -404,7 +431,8 @@ class DryRun:
             f"{batch.size} samples, to find which of its inputs (shapes {shapes}) belong to samples: {error}.{other} "
             f"Every input whose batch dimension has size {batch.size} is assumed to have one entry for each sample; "
             "make a constant of that size a buffer of the module. With batch_first=False, a mask [batch, time] is "
-            f"recognised by its shape: pad this batch to another length than {batch.size}.{batch.words_on_divided}"
+            f"recognised by its shape: pad this batch to another length than {batch.size}. {KEEPS_STATE}"
+            f"{batch.words_on_divided}"
         )
 
 
@@ -415,9 +443,9 @@ def run_quietly(module: nn.Module, batch: Batch, observed_by: ObservedBy) -> Non
         module(*args, **kwargs)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor, precision: float) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     scale = float(b.abs().max()) if b.numel() else 0.0
-    tolerance = 1e3 * torch.finfo(a.dtype).eps * (scale if math.isfinite(scale) else 0.0)
+    tolerance = 1e3 * max(precision, torch.finfo(a.dtype).eps) * (scale if math.isfinite(scale) else 0.0)
     return torch.allclose(a, b, rtol=0, atol=tolerance)

@@ -222,6 +222,7 @@ class LayerPlanner:
         self.patterns: dict[Hashable, CallPattern] = {}
         self._current: list[Plans] = []
         self._trained: frozenset[str] = frozenset()
+        self._trained_now: frozenset[str] = frozenset()
         self._calls: dict[nn.Module, int] = defaultdict(int)
         self._seed = 0
         self._unexpected = 0
@@ -231,6 +232,7 @@ class LayerPlanner:
 
     def train(self, names: frozenset[str]) -> None:
         """Set the names of the trained parameters; drop all plans if there are new ones."""
+        self._trained_now = names
         if not names <= self._trained:
             self.forget()
             self._trained = names
@@ -291,8 +293,9 @@ class LayerPlanner:
         return chain.from_iterable(pattern.plans for pattern in self.patterns.values())
 
     def uses_trained(self, module: nn.Module) -> bool:
-        """Return whether ``module`` or a layer in it holds a trained parameter."""
-        return any(self._names.get((m, slot)) in self._trained for m in module.modules() for slot in parameter_slots(m))
+        """Return whether ``module`` or a layer in it holds a parameter that is trained now."""
+        now = self._trained_now
+        return any(self._names.get((m, slot)) in now for m in module.modules() for slot in parameter_slots(m))
 
     def _plan(self, module: nn.Module, batch: Batch) -> CallPattern:
         for layer in module.modules():

@@ -89,6 +89,7 @@ def not_adding_up(
     size: Tensor | float,
     again: Again | None = None,
     summands: float = math.inf,
+    rounding: Mapping[str, Tensor] | None = None,
 ) -> str:
     """Return the name of a parameter whose samples' gradients do not add up to its plain gradient, or "".
 
@@ -99,6 +100,7 @@ def not_adding_up(
         size: Size of the other gradients in the same call.
         again: Repeats the call, to measure the kernels' own rounding if the sums differ; None if it cannot be repeated.
         summands: The largest number of values that a kernel may sum into one.
+        rounding: How far rounding may move each plain gradient, if that was measured.
 
     Raises:
         OutOfMemoryError: If memory runs out.
@@ -110,7 +112,8 @@ def not_adding_up(
             total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device))
         off = total if plain is None else total.sub_(dense(plain).view(total.shape))
         # As a multiple of the bound; an error that is not finite proves nothing.
-        error = total_norm([off]) / (steps * precision * (own + size) + 1e-300)
+        moved = 0.0 if rounding is None else rounding.get(name, 0.0)
+        error = total_norm([off]) / (steps * precision * (own + size) + moved + 1e-300)
         errors.append(torch.where(error.isfinite(), error, 0.0))
     each = torch.stack(errors).tolist() if errors else []  # one host sync
     name = next((name for name, error in zip(found, each, strict=True) if error > 1), "")

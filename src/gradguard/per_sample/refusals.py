@@ -26,6 +26,19 @@ _OWN = AssertionError | AttributeError | LookupError | NameError | TypeError
 """Exceptions that a mistake in gradguard's own code raises; torch's own errors are mostly `RuntimeError`."""
 
 
+OWN_GENERATOR = (
+    "Does it draw from a generator of its own, or take the next of some values (numpy.random.default_rng, "
+    "random.Random, itertools.cycle)? Draw with torch.rand, for all samples at once."
+)
+"""A question about numbers that differ between two runs, because the clipper cannot set their source back."""
+
+
+KEEPS_STATE = (
+    "Does the module keep its state from call to call, as self.h of a recurrent layer? Pass the state as an argument, "
+    "and return the new one."
+)
+
+
 def rows_are_chosen(module: nn.Module, function: str) -> str:
     """Return the refusal of a module that chooses or orders rows of samples by values, by ``function``."""
     return (

@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from gradguard.per_sample.carried_state import as_called
 from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.contributions import Contribution, Contributions, Materialized
 from gradguard.per_sample.layers.call import Axes
-from gradguard.per_sample.refusals import own_failure
+from gradguard.per_sample.refusals import OWN_GENERATOR, own_failure
 from gradguard.per_sample.rerun import Draws, frozen, substituted, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall
 from gradguard.state.generators import seeded_normal
@@ -106,7 +107,7 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
         raise UnsupportedGradientError(
             f"{type(call.pattern.module).__name__} returns no tensor that grows with the number of samples or is a "
             "loss, as far as gradguard can read its outputs, so nothing can be compared. Return tensors, tuples, lists "
-            "or dicts."
+            "or dicts. Fields of an object, such as a dataclass, are not read: return a NamedTuple with these fields."
         )
     if found.excess > 1:
         unscaled = compare(tracker, call, samples, up=0)
@@ -138,7 +139,8 @@ def _far_up(tracker: CallTracker, call: OuterCall, samples: Sequence[int], opene
 def _try_size(tracker: CallTracker, call: OuterCall) -> None:
     """Compare the outputs and gradients of the whole batch with those of smaller batches.
 
-    Rounding may open a ReLU in the batch that stays closed in a part of it, so float64 decides where gradients differ.
+    Rounding may open a ReLU in the batch that stays closed in a part of it, so float64 decides where gradients differ,
+    and where outputs differ by no more than measured rounding.
 
     Raises:
         UnsupportedGradientError: If a sample has other outputs or gradients in a smaller batch.
@@ -146,18 +148,19 @@ def _try_size(tracker: CallTracker, call: OuterCall) -> None:
     if call.autocast is not None:  # under which an earlier call may have returned 16 bits
         call = call.promoted(torch.float32)
 
-    def compared(one: OuterCall, up: int = _MUCH) -> Comparison:
+    def compared(one: OuterCall, up: int = _MUCH, measures: bool = True) -> tuple[Comparison, bool]:
         with torch.enable_grad(), as_called(one.pattern.module, one.batch, one.autocast) as reset, full_float32():
-            return _RehearsedPair(tracker, one, [*reversed(range(one.batch_size))], reset).compare_with_parts(up)
+            pair = _RehearsedPair(tracker, one, [*reversed(range(one.batch_size))], reset, measures)
+            return pair.compare_with_parts(up), pair.excused
 
-    found = compared(call)
+    found, excused = compared(call, measures=False)
+    if found.excess <= 1 and not excused:
+        return
+    found, _ = _in_full(call, compared)
     if found.excess <= 1:
         return
-    found = _in_full(call, compared) or found
-    if found.excess <= 1:
-        return
-    unscaled = _in_full(call, lambda one: compared(one, 0))
-    if unscaled is None or unscaled.excess > 1:
+    unscaled, _ = _in_full(call, lambda one: compared(one, 0))
+    if unscaled.excess > 1:
         raise UnsupportedGradientError(_mixes(found, call.batch_size, call.batch.words_on_divided))
     if found.largest > _LINEAR:
         raise UnsupportedGradientError(_not_linear(call.pattern.module))
@@ -167,8 +170,8 @@ def _mixes(found: Comparison, size: int = 0, words: str = "") -> str:
     where = f" in the batch of {size}" if size else ""
     return (
         f"the per-sample gradient of {found.parameter}{where} is not the gradient of the sample alone (relative error "
-        f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
-        f"depends on the batch)? Is the batch in another dimension (batch_first=False)?{words} Nothing was clipped."
+        f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that depends on "
+        f"the batch)? {OWN_GENERATOR} Is the batch in another dimension (batch_first=False)?{words} Nothing was clipped."
     )
 
 
@@ -212,6 +215,7 @@ def compare(
     up: int = _MUCH,
     alone: int | None = None,
     opened: bool = False,
+    outputs: bool = False,
 ) -> Comparison | None:
     """Return the largest error of the per-sample gradients of ``samples``, run together and each alone.
 
@@ -227,6 +231,7 @@ def compare(
             open at 1, would hide what it lets through later. This applies only where the model runs in float64. The
             first sample also runs once more behind the others: a layer may sort samples by their values and return
             them in order again, and a sorting cannot keep two equal samples on both sides of another.
+        outputs: Whether each sample alone must also return the same as in the batch.
 
     Returns:
         The worst comparison; None if no output can be compared.
@@ -238,7 +243,7 @@ def compare(
     def compared(one: OuterCall) -> Comparison | None:
         with torch.enable_grad(), as_called(one.pattern.module, one.batch, one.autocast) as reset, full_float32():
             pair = _RehearsedPair(tracker, one, samples, reset)
-            found = pair.compare(up, len(samples) if alone is None else alone, opened and len(samples) > 1)
+            found = pair.compare(up, len(samples) if alone is None else alone, opened and len(samples) > 1, outputs)
             unowned = pair.unowned() if note or found is None else {}
             if note:
                 one.pattern.precision = pair.precision
@@ -273,22 +278,30 @@ class _RehearsedPair:
         call: The call that the samples are taken from.
         samples: The indices of the samples in the call.
         reset: Restores the module's state.
+        measures: Whether to measure the rounding of gradients that differ.
 
     Attributes:
         precision: Machine epsilon of the coarsest dtype of the computation.
         owns_number: Whether the module returned a number that is the reduction of the samples' own numbers.
+        excused: Whether measured rounding has explained a difference of outputs.
     """
 
     def __init__(
-        self, tracker: CallTracker, call: OuterCall, samples: Sequence[int], reset: Callable[[], None]
+        self,
+        tracker: CallTracker,
+        call: OuterCall,
+        samples: Sequence[int],
+        reset: Callable[[], None],
+        measures: bool = True,
     ) -> None:
+        self._measures, self.excused = measures, False
         self._tracker, self._call, self._samples, self._reset = tracker, call, samples, reset
         self._reduction, self._pattern = tracker.reduction, call.pattern
         held = [tracker.parameter(name) for name in tracker.aliases]
         self.precision = max(torch.finfo(p.dtype).eps for p in held if is_inexact(p))
         self.owns_number = False
 
-    def compare(self, up: int, alone: int, both_orders: bool) -> Comparison | None:
+    def compare(self, up: int, alone: int, both_orders: bool, outputs: bool = False) -> Comparison | None:
         """Compare the gradients that result from random gradients of the outputs' rows.
 
         Args:
@@ -297,11 +310,14 @@ class _RehearsedPair:
             alone: Number of samples that run alone.
             both_orders: Whether to run the first sample once more behind the others, so it comes both before and after
                 each of them.
+            outputs: Whether each sample alone must also return the same as in the batch.
 
         Returns:
             The worst comparison; None if no output has rows of samples.
         """
         loop, found = self._run(self._random_grads, up, once_more=both_orders)
+        if outputs:
+            loop.outputs = [(output, changes_of(output)) for output, _ in loop.outputs]
         if all(grad is None for grad in loop.grads):
             return None
         again = both_orders and bool(loop.draws.drawn)  # the repeated sample has drawn other random numbers
@@ -347,29 +363,47 @@ class _RehearsedPair:
                 lone[loop.order[place]], own = loop.weighted_alone([place], weights, backward)
                 one = SampleGradient(own)
                 if math.isfinite(one.whole):
-                    judged = one.compare(found, place, self.precision, factors[place])
+                    rounding = partial(self._rounding, loop, [[place]], weights)
+                    judged = one.compare(found, place, self.precision, factors[place], rounding)
                     worst = max(worst, judged, key=lambda c: c.excess)
             sums, bad = self._weighted(found, factors)
             found, self._outputs = {}, []  # frees memory for the parts
             total: dict[str, Tensor] = {}
+            parts = list[list[int]]()
             for part in ([*range(first)], [*range(first, size)]):
                 if bad is not None:
                     loop.alone(part)
                     part = [place for place in part if not bool(bad[place])]
+                parts.append(part)
                 own = loop.weighted_alone(part, weights, backward)[1] if part else {}
                 for name in own:
                     total[name] = total[name].add_(own[name]) if name in total else own[name]
-            judged = SampleGradient(total).compare(sums, 0, self.precision)
+            rounding = partial(self._rounding, loop, [part for part in parts if part], weights)
+            judged = SampleGradient(total).compare(sums, 0, self.precision, 1.0, rounding)
             worst = max(worst, judged, key=lambda c: c.excess)
         with self._tracker.quietly(), without_graph(module):
             copies, _ = _together(self._tracker, self._call, [0] * size, self._reset)
             if loop.draws.drawn or copies.draws.drawn:  # each copy has random numbers of its own
                 copies.alone([0])
                 copies.alone([size - 1])
+                self.excused = loop.excused or copies.excused
                 return worst
             for some in torch.arange(size, device="cpu").split(-(-size // 4)):  # a quarter at a time takes less memory
-                copies.compare(_repeated(lone[0], self._pattern.output_axes, len(some)), some.tolist())
+                repeated = _repeated(lone[0], self._pattern.output_axes, len(some))
+                try:
+                    copies.compare(repeated, some.tolist())
+                except UnsupportedGradientError:
+                    copies.compare(repeated, some.tolist(), loop.movements_of_outputs([loop.order.index(0)]))
+                    loop.excused = True
+        self.excused = loop.excused
         return worst
+
+    def _rounding(self, loop: LoopedCall, parts: Sequence[Sequence[int]], weights: Tensor) -> Mapping[str, float]:
+        """Return how far rounding may move the weighted sum of gradients of some parts of the batch."""
+        if not self._measures:
+            return {}
+        each = [loop.rounding(lambda part=part: loop.weighted_alone(part, weights, True)[1]) for part in parts]
+        return {name: math.fsum(one.get(name, 0.0) for one in each) for name in each[0]}
 
     def _weighted(self, found: Contributions, factors: Sequence[float]) -> tuple[Contributions, Tensor | None]:
         """Return the weighted sum of each parameter's per-sample gradients, and which samples are not finite.
@@ -559,16 +593,23 @@ class _RehearsedPair:
                 )
             expected = own
             for at in (0, len(loop.order) - 1) if repeated and not place else (place,):
-                scale = loop.scales[at]
+                scale, share = loop.scales[at], 1.0
                 if shared:
                     share = own.share_in(found, at) * scale
                     shares += share
                     expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
-                worst = max(worst, expected.compare(found, at, self.precision, scale), key=lambda c: c.excess)
+                rounding = partial(_rounding_of, loop, place, abs(share))
+                judged = expected.compare(found, at, self.precision, scale, rounding)
+                worst = max(worst, judged, key=lambda c: c.excess)
             del own, expected
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
+
+
+def _rounding_of(loop: LoopedCall, place: int, share: float) -> dict[str, float]:
+    """Return how far rounding may move a multiple of the gradient of one sample alone."""
+    return {name: share * size for name, size in loop.rounding_of(place).items()}
 
 
 def _no_grads(outputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -600,7 +641,7 @@ def _not_linear(module: nn.Module) -> str:
         f"the backward of {type(module).__name__} is not linear in the gradient that it gets: a gradient twice as "
         "large does not give twice the gradient of the weights. A sample's gradient would then depend on the number "
         "of samples in the batch and on a GradScaler. Does a hook, an error clip or an autograd.Function inside "
-        "clamp, normalise or quantize the gradient? Remove it. Nothing was clipped."
+        f"clamp, normalise or quantize the gradient? Remove it. {OWN_GENERATOR} Nothing was clipped."
     )
 
 

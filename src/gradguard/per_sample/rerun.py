@@ -166,6 +166,12 @@ class UntoldDrawsError(UnsupportedGradientError):
     """Raised if a sample's share of the random numbers that its batch drew cannot be determined."""
 
 
+def coarseness(result: Any) -> float:
+    """Return the machine epsilon of a tensor of several numbers that can have a gradient; 0 for anything else."""
+    is_several = isinstance(result, Tensor) and result.numel() > 1 and is_inexact(result)
+    return torch.finfo(result.dtype).eps if is_several else 0.0
+
+
 class Draws:
     """Record every random tensor that a block draws, and the precision in which the block computes.
 
@@ -197,8 +203,7 @@ class Draws:
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(tensor, Tensor) and tensor.numel() > 1 and is_inexact(tensor):
-                self.precision = max(self.precision, torch.finfo(tensor.dtype).eps)
+            self.precision = max(self.precision, coarseness(tensor))
         if is_draw(func, args, kwargs) and self._untold is None:
             try:
                 drawn = _random_part(func, args, result)

@@ -771,7 +771,7 @@ class PerSampleGradientClipper:
         return conclusive
 
     def _second_opinion(self, recorded: LoopedCall, sample: int) -> Comparison | None:
-        """Run one sample alone and in its whole batch, in float64 where possible, and compare the gradients."""
+        """Run one sample alone and in its whole batch, in float64 where possible, and compare outputs and gradients."""
         if recorded.before is None:
             return None
         if self.loss_reduction == "token_mean" and None in recorded.call.pattern.output_axes:
@@ -779,7 +779,7 @@ class PerSampleGradientClipper:
         with undisturbed(recorded.module), recorded.saved_alike():
             recorded.before.restore()
             others = [i for i in range(recorded.batch_size) if i != sample]
-            return compare(self._tracker, recorded.call, [sample, *others], alone=1)
+            return compare(self._tracker, recorded.call, [sample, *others], alone=1, outputs=True)
 
     def _store(self, mini_batch: MiniBatch) -> Contributions:
         """Store every per-sample gradient, in the scale of a sample's own loss, and return them in backward's scale."""

@@ -7,10 +7,10 @@ the batch. It must return the same outputs as in the batch.
 """
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from gradguard.per_sample.call_arguments import (
     Slot,
     Versions,
     changes_of,
+    is_inexact,
     promoted,
 )
 from gradguard.per_sample.contributions import Contribution, Contributions, Materialized, real_parts, row_squares, wide
@@ -33,10 +34,14 @@ from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
-from gradguard.per_sample.refusals import own_failure, refuse_carried
+from gradguard.per_sample.refusals import OWN_GENERATOR, own_failure, refuse_carried
 from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, UntoldDrawsError, substituted, undisturbed
+from gradguard.per_sample.rounding import movements_of
 from gradguard.state.frozen import Frozen
+from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import parameter_slots, saving_hooks
+
+_Key = TypeVar("_Key")
 
 _FINE = 1e-4
 """Largest machine epsilon of a dtype with a wide range of exponents."""
@@ -94,6 +99,8 @@ class LoopedCall:
         recorded: The parameters with their versions; the call cannot be repeated once they have changed.
         saving: The `saving_hooks` round the call.
         trace: Records the next run; None to record none.
+        measures: Whether to measure the rounding of outputs that differ, before they count as different.
+        excused: Whether measured rounding has explained a difference of outputs.
     """
 
     call: OuterCall
@@ -113,6 +120,9 @@ class LoopedCall:
     recorded: Versions = field(default_factory=list)
     saving: tuple[Any, Any] | None = field(default_factory=saving_hooks)
     trace: OperationTrace | None = None
+    measures: bool = True
+    excused: bool = False
+    _compares: bool = True
     _layout: str = ""
     _squares: dict[str, Tensor] = field(default_factory=dict)
     _sums: dict[str, Tensor] = field(default_factory=dict)
@@ -241,8 +251,23 @@ class LoopedCall:
             return [output.detach() for output in outputs], found
 
     @contextmanager
-    def _alone(self, samples: Sequence[int], places: Places) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
-        """Run some samples with leaves in the places of parameters, until the block ends; yield outputs and leaves."""
+    def _alone(
+        self, samples: Sequence[int], places: Places, moved: Mapping[int, Tensor] | None = None
+    ) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
+        """Run some samples with leaves in the places of parameters, until the block ends.
+
+        Args:
+            samples: The indices of the samples in the batch.
+            places: The modules and attributes that hold each parameter.
+            moved: How far rounding may move the samples' rows of each output; measured if outputs differ.
+
+        Yields:
+            The outputs, and the leaves by name.
+
+        Raises:
+            UntoldDrawsError: If the samples' share of the random numbers cannot be determined.
+            UnsupportedGradientError: If the outputs differ from those in the batch.
+        """
         failure: UnsupportedGradientError | None = None
         layouts = LAYOUTS if self.draws.drawn and not self._layout else (self._layout or LAYOUTS[0],)
         for layout in layouts:
@@ -254,15 +279,25 @@ class LoopedCall:
                 try:
                     with self.draws.of_samples(samples, self.batch_size, layout):
                         outputs = self._outputs(args, kwargs)
-                    self.compare(outputs, samples)
+                    if self._compares:
+                        self.compare(outputs, samples, moved or {})
                 except UnsupportedGradientError as error:
                     failure = failure or error
                     continue
-                self._layout = layout  # all samples of a batch share its random numbers in the same way
+                if self._compares:
+                    self._layout = layout  # all samples of a batch share its random numbers in the same way
                 yield outputs, leaves
                 return
         assert failure is not None
-        if isinstance(failure, UntoldDrawsError):
+        is_untold = isinstance(failure, UntoldDrawsError)
+        if moved is None and self.measures and self._compares and not is_untold:
+            moved = self.movements_of_outputs(samples)
+            if any(bool(one.any()) for one in moved.values()):
+                with self._alone(samples, places, moved) as found:  # anew, because measuring ran the module again
+                    self.excused = True
+                    yield found
+                return
+        if is_untold:
             raise UntoldDrawsError(f"{type(self.module).__name__}: {failure} Nothing of this step was taken.")
         raise failure
 
@@ -274,23 +309,71 @@ class LoopedCall:
         return (
             f"{type(self.module).__name__} treats a sample alone in another way than in the batch of "
             f"{self.batch_size}: {difference}. {drawn if self.draws.drew_elsewhere else ''}Does the model mix samples "
-            "(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? Is the batch in "
-            f"another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was clipped."
+            f"(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? {OWN_GENERATOR} Is "
+            f"the batch in another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was clipped."
         )
 
-    def compare(self, outputs: Sequence[Tensor], samples: Sequence[int]) -> None:
+    def compare(
+        self, outputs: Sequence[Tensor], samples: Sequence[int], moved: Mapping[int, Tensor] | None = None
+    ) -> None:
         """Compare the outputs of some samples without the others with their outputs in the batch.
+
+        Args:
+            outputs: The tensors that the samples returned without the others.
+            samples: The indices of the samples in the batch.
+            moved: How far rounding may move the samples' rows of each output, if that was measured.
 
         Raises:
             UnsupportedGradientError: If they differ by more than rounding.
         """
         if len(outputs) != len(self.outputs):
             raise UnsupportedGradientError(self._differs("it returns other tensors"))
-        for output, (recorded, version), axis in zip(outputs, self.outputs, self.call.pattern.output_axes, strict=True):
+        for place, (output, (recorded, version), axis) in enumerate(
+            zip(outputs, self.outputs, self.call.pattern.output_axes, strict=True)
+        ):
             if axis is None or changes_of(recorded) != version:
                 continue
-            if not same_rows(recorded, output, axis, samples, self.precision):
+            if not same_rows(recorded, output, axis, samples, self.precision, (moved or {}).get(place)):
                 raise UnsupportedGradientError(self._differs("it returns other values"))
+
+    def movements_of_outputs(self, samples: Sequence[int]) -> Mapping[int, Tensor]:
+        """Return how far rounding may move each sample's rows of each output; nothing if that cannot be measured."""
+
+        def run() -> dict[int, Tensor]:
+            with self._alone(samples, {}) as (outputs, _):
+                return {
+                    place: wide(real_parts(axis.split(output.detach(), len(samples))))
+                    for place, (output, axis) in enumerate(zip(outputs, self.call.pattern.output_axes, strict=True))
+                    if axis is not None and is_inexact(output) and output.shape[axis.dim]
+                }
+
+        return self.moved(run, lambda rows: rows.flatten(1).abs().amax(1))
+
+    def rounding_of(self, sample: int) -> dict[str, float]:
+        """Return how far rounding may move the gradients that `run` yields for a sample, by parameter."""
+        return self.rounding(lambda: next(iter([*self.run([sample])])))
+
+    def rounding(self, run: Callable[[], Mapping[str, Tensor]]) -> dict[str, float]:
+        """Return how far rounding may move each gradient that ``run`` computes from samples of this call alone."""
+        return {name: float(size) for name, size in self.moved(run, lambda one: total_norm([one])).items()}
+
+    def moved(
+        self, run: Callable[[], Mapping[_Key, Tensor]], size: Callable[[Tensor], Tensor]
+    ) -> Mapping[_Key, Tensor]:
+        """Return how far rounding may move the results of ``run``, which runs samples of this call alone.
+
+        Args:
+            run: Returns results by name.
+            size: The size of a difference.
+
+        Returns:
+            The sizes by name; nothing if a run failed.
+        """
+        before, self._compares = self._compares, False
+        try:
+            return movements_of(run, size)
+        finally:
+            self._compares = before
 
     def _run_one(self, sample: int, numbers: list[float]) -> dict[str, Tensor]:
         call, scale, axes = self.call, self.scale_of(sample), self.call.pattern.output_axes
@@ -399,7 +482,14 @@ def sum_together(contributions: Mapping[str, Contribution], weights: Mapping[str
         loop.sum_up(own_weights, bad)
 
 
-def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequence[int], precision: float) -> bool:
+def same_rows(
+    recorded: Tensor,
+    output: Tensor,
+    axis: BatchAxis,
+    samples: Sequence[int],
+    precision: float,
+    moved: Tensor | None = None,
+) -> bool:
     """Return whether samples have the same rows without the others as in the batch, up to rounding.
 
     Args:
@@ -408,6 +498,7 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
         axis: The batch axis of both tensors.
         samples: The indices of the samples in the batch, in order.
         precision: Machine epsilon of the coarsest dtype of the computation.
+        moved: How far rounding may move the rows of each sample, if that was measured.
     """
     rows, rest = divmod(output.shape[axis.dim], len(samples))
     if rest or rows == 0 or recorded.shape[axis.dim] % rows:
@@ -422,11 +513,12 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
         return True  # an index may differ by rounding, and no gradient passes through it
     own, output = wide(own).flatten(1), wide(output).flatten(1)
     tolerance = max(precision, min(1e3 * precision, precision**0.5))
-    bars = torch.linalg.vector_norm(own, torch.inf, dim=1) * tolerance
+    moved = own.new_zeros(len(own)) if moved is None else moved.to(own)
+    bars = torch.linalg.vector_norm(own, torch.inf, dim=1) * tolerance + moved
     if bool(((torch.linalg.vector_norm(own - output, torch.inf, dim=1) <= bars) & bars.isfinite()).all()):
         return True
     # Some values may not be finite, or differ: compare element by element, by the largest finite value.
-    bars = own.abs().masked_fill(~own.isfinite(), 0.0).amax(1, keepdim=True) * tolerance
+    bars = own.abs().masked_fill(~own.isfinite(), 0.0).amax(1, keepdim=True) * tolerance + moved[:, None]
     same = (own == output) | (own.isnan() & output.isnan()) | ((own - output).abs() <= bars)
     return bool(same.all())
 

@@ -18,8 +18,10 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Gradients, Places, Skeleton, is_inexact, promoted_type
 from gradguard.per_sample.contributions import Materialized, wide
 from gradguard.per_sample.layers.call import Axes, BatchAxis
-from gradguard.per_sample.plain_sum import Leaves, magnitude, not_adding_up
+from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
 from gradguard.per_sample.rerun import Quietly, substituted, undisturbed
+from gradguard.per_sample.rounding import movements_of
+from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import call_slot
 
 _CHUNK = 64 << 20
@@ -227,7 +229,12 @@ class VmapFallback:
         sizes = [*map(magnitude, found.values()), *(wide(grad).norm() for grad in grads)]
         size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max()
         summands = max((grad.numel() for grad in grads), default=0)
-        if name := not_adding_up(found, self.leaves, precision, size, partial(self._again, filled), summands):
+        again = partial(self._again, filled)
+        name = not_adding_up(found, self.leaves, precision, size, again, summands)
+        if name and (moved := movements_of(lambda: again(None), lambda one: total_norm([dense(one)]))):
+            # The code may compute in a coarser dtype than it gets and returns.
+            name = not_adding_up(found, self.leaves, precision, size, rounding=moved)
+        if name:
             raise UnsupportedGradientError(
                 self._differs(
                     f"the samples' gradients of {name} do not add up to its plain gradient. The code draws random "

@@ -11,8 +11,9 @@ Where the module returns its loss, up to sixteen samples run alone on the first 
 because the rehearsal compares rows of outputs. Where a forward reads values, four samples run alone: on each of the
 first eight mini-batches, then less and less often, down to one in a hundred.
 
-Rounding may open a ReLU in the batch that stays closed for the sample alone. A small difference is therefore checked
-again: all samples of the batch run once more in float64, with the clipper's hooks, and this comparison decides.
+Rounding may open a ReLU in the batch that stays closed for the sample alone, and is large beside a difference of nearly
+equal numbers. A difference that is small, or that measured `rounding` explains, is therefore checked again: all samples
+of the batch run once more in float64, with the clipper's hooks, and this comparison decides.
 
 There is no witness where a value from inside the module reaches the loss other than through its outputs, and where one
 sample's share of the random numbers cannot be determined.
@@ -215,7 +216,7 @@ class Witness:
         if words is None:
             return None
         coarse = max(call.precision for call in calls) > 1e-4
-        if not coarse and self._compare([*calls, *loops], sample, found, _ROUNDING) is not None:
+        if not coarse and self._compare([*calls, *loops], sample, found, _ROUNDING, measures=True) is not None:
             return words
         opinion = self._second_opinion()
         opinions = [None if opinion is None else opinion(call, sample) for call in calls]
@@ -227,11 +228,12 @@ class Witness:
         sample: int,
         found: Mapping[str, Contribution],
         tolerance: float,
+        measures: bool = False,
     ) -> str | None:
         expected: dict[str, Tensor] = {}
         precision = 0.0
         for call in calls:
-            with _alone(call, tolerance):
+            with _alone(call, tolerance, measures):
                 precision = max(precision, call.precision)
                 try:
                     gradients = next(iter(call.run([sample])))
@@ -243,7 +245,12 @@ class Witness:
                 gradient = gradients[name]
                 expected[name] = expected[name] + gradient if name in expected else gradient
         own = SampleGradient(expected)
-        comparison = own.compare(found, sample, precision)
+
+        def rounding() -> dict[str, float]:
+            each = [call.rounding_of(sample) for call in calls] if measures else []
+            return {name: math.fsum(one.get(name, 0.0) for one in each) for name in expected}
+
+        comparison = own.compare(found, sample, precision, 1.0, rounding)
         if comparison.excess <= 1 or not math.isfinite(own.whole + comparison.excess):
             return None  # a sample that is not finite adds zero
         return (
@@ -253,12 +260,12 @@ class Witness:
 
 
 @contextmanager
-def _alone(call: LoopedCall, tolerance: float) -> Iterator[None]:
-    """Allow ``tolerance`` times as much rounding in a block that runs a call again."""
-    before = call.precision
-    call.precision = before * tolerance
+def _alone(call: LoopedCall, tolerance: float, measures: bool) -> Iterator[None]:
+    """Allow ``tolerance`` times as much rounding in a block that runs a call again, and measure it if ``measures``."""
+    before = call.precision, call.measures
+    call.precision, call.measures = call.precision * tolerance, measures
     try:
         with torch.enable_grad():
             yield
     finally:
-        call.precision = before
+        call.precision, call.measures = before

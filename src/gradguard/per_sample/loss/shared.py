@@ -524,6 +524,13 @@ class LossConstants:
     def hidden(self) -> str:
         """Return the reason why the graph may hide a constant of the loss; "" if it hides none."""
         for node in self._nodes:
+            if node.name() == "BackwardHookFunctionBackward":
+                return (
+                    "a full backward hook of the outermost module, of the loss's module or of all modules "
+                    "(register_full_backward_hook, register_full_backward_pre_hook) stands in its graph, and might "
+                    "change gradients there. Register the hook on a layer inside the module, or log by "
+                    "output.register_hook(...)"
+                )
             if operation(node) not in _SHOWING:
                 return f"its graph does not show all numbers that {node.name()} takes"
         if self._are_changed():
