@@ -1,7 +1,8 @@
 """Read the loss of a step before its backward frees the graph, and judge the loss after the backward."""
 
+import contextlib
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,12 @@ _NOT_SEEN = (
     "no backward was observed that begins from the module's outputs. Was torch.autograd.backward looked up before the "
     "forward, or given a GradientEdge, or run in another thread, or was a view that the module returned changed in "
     "place? Call loss.backward() after the forward, and compute with output * 2 rather than output.mul_(2)"
+)
+
+_NOT_LINEAR = (
+    "the backward between the module's outputs and the loss is not linear: twice the incoming gradient does not give "
+    "twice the outgoing one. Does a hook or an autograd.Function clamp, normalize or mask gradients there? Then a "
+    "sample's gradient depends on the size of the batch. Leave it out: each sample's norm is bounded anyway"
 )
 
 _MOST_CALLS = 16
@@ -116,6 +123,7 @@ class LossCheck:
         self._declared: list[float] = []
         self._shared = SharedValues()
         self._own_operations: set[frozenset[str]] = set()
+        self._times: Counter[tuple[str, ...]] = Counter()  # how often each kind of loss was read
         self._between: dict[Hashable, LossCheck] = {}  # by the module and the position of the argument
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
@@ -253,24 +261,32 @@ class LossCheck:
             return joined
         everyone = torch.arange(len(losses), device=joined.device)
         operations = outputs.operations_behind(losses[watched]) if losses[watched].requires_grad else frozenset()
-        due, separate = due or operations not in self._own_operations, None
-        self._own_operations.add(operations)
+        by_function = any(name.endswith("Backward") for name in operations)  # PyTorch's own have a number
+        due = due or by_function or operations not in self._own_operations
+        separate, is_scaled = None, True
+        if due:
+            self._own_operations.discard(operations)
         try:
-            if self._verifying:
-                separate = outputs.are_separate(Value.of(joined), everyone)
-            elif due and operations:
-                separate = outputs.are_separate(Value.of(losses[watched]), everyone[watched])
+            some = joined if self._verifying else losses[watched]
+            if self._verifying or (due and operations):
+                is_scaled = outputs.is_scaled(Value.of(some), torch.ones_like(some))
+                separate = is_scaled and outputs.are_separate(
+                    Value.of(some), everyone if self._verifying else everyone[watched]
+                )
         except Unreadable as error:
             raise UnsupportedGradientError(
                 f"per_sample_losses: cannot verify that each sample's loss depends on its own outputs only: {error}. "
                 "Write the loss without that operation."
             ) from error
+        if not is_scaled:
+            raise UnsupportedGradientError(f"per_sample_losses: {_NOT_LINEAR}.")
         if separate is False:
             raise UnsupportedGradientError(
                 "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
                 "the outputs of the whole batch instead of the rows that it is given? Or do the samples lie along "
                 "another dimension of the outputs?"
             )
+        self._own_operations.add(operations)
         [joined] = tap(_pass, (), torch.zeros((), device=joined.device, requires_grad=True), [joined])
         self._calls[-1].add([joined], [BatchAxis(0)])
         return joined
@@ -400,6 +416,16 @@ class LossCheck:
             self.stop()
             return
         known = None if self._verifying or make.structure is None else self._known.get(make.structure)
+        times = self._times[make.kind] = self._times[make.kind] + 1
+        if outputs is not None and (self._verifying or times.bit_count() == 1):
+            is_linear = True
+            with contextlib.suppress(Unreadable):  # a loss that cannot be read is refused below
+                is_linear = all(outputs.is_scaled(root.value, root.gradient) for root in roots)
+            if not is_linear:
+                self._times[make.kind] -= 1
+                self._seen = _SeenLoss(make, LossParts("unknown", _NOT_LINEAR))
+                self.stop()
+                return
         if (
             known is not None
             and not known.parts.weighted
