@@ -324,7 +324,8 @@ class LossCheck:
             UnsupportedGradientError: If a bound value has changed or, in private training, if the next batch may change
                 it.
         """
-        bound = [SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter)]
+        found = bound_values(loss_fn)
+        bound = [SharedValue(p, one, of_all=True) for p, one in found if not isinstance(one, nn.Parameter)]
         if words := self._shared.objection(bound, batch_size):
             raise UnsupportedGradientError(f"per_sample_losses: {words}.")
 
