@@ -382,7 +382,9 @@ def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
 
 def _is_mask(value: Tensor | float) -> bool:
     """Tell whether a value may be a mask, which a program for one sample may hold without a dimension of samples."""
-    return isinstance(value, Tensor) and value.dim() > 0 and bool(((value == 0) | (value == 1)).all())
+    if not isinstance(value, Tensor) or not (value.dim() or value.dtype == torch.bool):
+        return False
+    return bool(((value == 0) | (value == 1)).all())
 
 
 def _kept(value: Tensor | float, samples: int, places: tuple[Hashable, ...] = ()) -> _KeptValue:
