@@ -14,7 +14,7 @@ from gradguard.distributed.groups import from_first_rank, rank_and_size
 from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, refuse
-from gradguard.optimizer_hooks import parameters_of
+from gradguard.optimizer_hooks import optimizers_in, parameters_of
 from gradguard.per_sample.norm_clippers import FlatNormClipper, QuantileNormClipper
 from gradguard.per_sample.refusals import refuse_local_thresholds
 from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
@@ -153,7 +153,8 @@ def make_private(
         refuse_local_thresholds(rule, world_size)
         if not isinstance(optimizer, Optimizer):
             raise InvalidTypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-        _refuse_closure(optimizer)
+        for one in optimizers_in(optimizer):
+            _refuse_closure(one)
         own = set(map(id, module.parameters()))
         others = [tuple(p.shape) for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
         if others:

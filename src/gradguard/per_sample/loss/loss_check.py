@@ -33,6 +33,9 @@ _NOT_LINEAR = (
     "sample's gradient depends on the size of the batch. Leave it out: each sample's norm is bounded anyway"
 )
 
+_LINEAR_ON = frozenset([1, 8, 64])
+"""Which losses of each kind are tried for a linear backward, besides the first of each batch size and one in 1,000."""
+
 _MOST_CALLS = 16
 """Calls whose outputs, and so whose graphs, are kept alive until a backward begins from one of them."""
 
@@ -418,7 +421,8 @@ class LossCheck:
             return
         known = None if self._verifying or make.structure is None else self._known.get(make.structure)
         times = self._times[make.kind] = self._times[make.kind] + 1
-        if outputs is not None and (self._verifying or times.bit_count() == 1):
+        is_due = times in _LINEAR_ON or times % 1000 == 0
+        if outputs is not None and (self._verifying or is_due):
             is_linear = True
             with contextlib.suppress(Unreadable):  # a loss that cannot be read is refused below
                 is_linear = all(outputs.is_scaled(root.value, root.gradient) for root in roots)
