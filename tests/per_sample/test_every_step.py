@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from gradguard import torch_private
@@ -1126,6 +1127,48 @@ def test_a_layer_at_a_checkpoint_freezes_in_the_step_with_another_batch_size(ree
         for name, p in model.named_parameters():
             if p.requires_grad:
                 torch.testing.assert_close(p.grad, rows[name].mean(0).to(p.grad), rtol=1e-5, atol=1e-6)
+
+
+LAST = {
+    "a module": lambda m, h: checkpoint(m.block, h, use_reentrant=False),
+    "a method": lambda m, h: checkpoint(m.code, h, use_reentrant=False),
+    "a lambda": lambda m, h: checkpoint(lambda given: m.code(given), h, use_reentrant=False),
+    "two results": lambda m, h: torch.cat([checkpoint(m.block, h, use_reentrant=False), m.other(h)], 1),
+    "one of two results": lambda m, h: (checkpoint(m.block, h, use_reentrant=False), m.other(h)),
+}
+
+
+class EndsAtCheckpoint(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.first, self.name = nn.Linear(4, 3), name
+        self.other = nn.Linear(3, 2) if "two" in name else None
+        self.block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def code(self, h):
+        return self.block[2](self.block[0](h).tanh())
+
+    def forward(self, x):
+        return LAST[self.name](self, self.first(x).tanh())
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_a_checkpoint_may_be_the_last_operation_on_every_step(name):
+    """Reading the loss must not unpack what the operations behind the outputs saved: that runs the checkpoint again."""
+    torch.manual_seed(0)
+    model = EndsAtCheckpoint(name)
+    clipper = clipper_of(model)
+    for size in (5, 5, 3, 5, 4, 5, 5, 5, 5, 5):
+        model.zero_grad()
+        x, y = torch.randn(size, 4), torch.randint(0, 2, (size,))
+        twin = copy.deepcopy(model)
+        for one in (model, twin):
+            out = one(x)
+            sum(F.cross_entropy(result, y) for result in (out if isinstance(out, tuple) else [out])).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])

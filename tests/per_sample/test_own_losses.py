@@ -327,6 +327,93 @@ def test_a_loss_whose_backward_cannot_be_tried_is_refused_in_words():
         clipper_of(model).per_sample_losses(lambda out, y: RunsBackwardOnce.apply(F.mse_loss(out, y)), model(X), Y)
 
 
+class Backward(torch.autograd.Function):
+    """An identity whose backward applies a function to the gradient."""
+
+    @staticmethod
+    def forward(ctx, values, function):
+        ctx.function = function
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.function(gradient), None
+
+
+def by_hook(out, function):
+    out = out * 1.0
+    out.register_hook(function)
+    return out
+
+
+NOT_LINEAR = {
+    "clamped": lambda g: g.clamp(-0.02, 0.02),
+    "normalized": lambda g: g / g.norm(),
+    "almost normalized": lambda g: g / (g.norm() + 1e-9),
+    "cut below": lambda g: g.where(g.abs() > 1e-3, 0.0),
+    "clamped far away": lambda g: g.clamp(-100, 100),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+@pytest.mark.parametrize("put", [by_hook, Backward.apply])
+def test_a_backward_that_is_not_linear_is_refused(name, put):
+    def loss_fn(out, y):
+        return F.mse_loss(put(out, NOT_LINEAR[name]), y)
+
+    torch.manual_seed(0)
+    model = network()
+    clipper = clipper_of(model)
+    with pytest.raises(UnsupportedGradientError, match=r"per_sample_losses: the backward between .* is not linear"):
+        clipper.per_sample_losses(loss_fn, model(X), Y)
+    if put is by_hook:  # without per_sample_losses, too
+        model = network()
+        clipper = clipper_of(model)
+        loss_fn(model(X), Y).backward()
+        with pytest.raises(UnsupportedGradientError, match=r"the backward between .* is not linear"):
+            clipper.clip_and_accumulate()
+
+
+@pytest.mark.parametrize("put", [by_hook, Backward.apply])
+@pytest.mark.parametrize("function", [lambda g: -2 * g, lambda g: g * (g.abs() >= g.abs().median())])
+def test_a_backward_that_keeps_factors_is_exact_for_one_sample(put, function):
+    def loss_fn(out, y):
+        out = put(out, function)
+        out.retain_grad()
+        seen.append(out)
+        return F.mse_loss(out, y)
+
+    torch.manual_seed(0)
+    model, seen = network(), []
+    twin = copy.deepcopy(model)
+    clipper = clipper_of(model, mode="exact")
+    for _ in range(2):
+        seen.clear()
+        clipper.per_sample_losses(loss_fn, model(X), Y).mean().backward()
+        kept = torch.cat([one.grad for one in seen])
+        expected = 2 / C**2 * (twin(X) - Y).detach()
+        if put is by_hook:  # the tensor's own hooks come before `retain_grad`
+            expected = torch.cat([function(each) for each in expected.split(1)])
+        torch.testing.assert_close(kept, expected, rtol=1e-12, atol=0.0)
+        found = torch.cat([g.flatten(1) for g in clipper.per_sample_gradients().values()], 1)
+        clipper.clip_and_accumulate()
+        torch.testing.assert_close(found, gradients_alone(twin, loss_fn, X, Y, {}))
+
+
+def test_a_function_whose_backward_changes_is_refused_on_that_step():
+    torch.manual_seed(0)
+    model = network()
+    clipper = clipper_of(model)
+    for function in [torch.clone] * 5:
+        losses = clipper.per_sample_losses(lambda o, y, f=function: F.mse_loss(Backward.apply(o, f), y), model(X), Y)
+        losses.mean().backward()
+        clipper.clip_and_accumulate()
+    function = NOT_LINEAR["clamped"]
+    for _ in range(2):
+        with pytest.raises(UnsupportedGradientError, match="is not linear"):
+            clipper.per_sample_losses(lambda o, y, f=function: F.mse_loss(Backward.apply(o, f), y), model(X), Y)
+
+
 def test_validation_has_batches_of_its_own_size():
     model = network()
     clipper = clipper_of(model)

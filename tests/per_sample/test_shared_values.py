@@ -305,9 +305,99 @@ def test_what_is_declared_or_each_samples_own_is_taken(name, strict):
 def test_a_batch_of_one_sample_gives_its_statistic_too(name, sizes):
     clipper = clipper_of()
     for number, size in enumerate(sizes[:-1]):
-        step(clipper, OF_THE_BATCH[name], Batch(size, number))
+        step(clipper, OF_THE_BATCH[name], Batch(size, 0 if size == 1 else number))
     with pytest.raises(UnsupportedGradientError, match="which all samples share in the loss"):
         step(clipper, OF_THE_BATCH[name], Batch(sizes[-1], 7))
+
+
+WITHOUT_SAMPLES = {
+    "a temperature": lambda c, out, b, w: F.cross_entropy(out / float(w[0]), b.labels),
+    "a temperature in a tensor": lambda c, out, b, w: F.cross_entropy(out / w[0], b.labels),
+    "a spread of outputs": lambda c, out, b, w: F.cross_entropy(out / (out.detach().abs().mean() + w[0]), b.labels),
+    "a threshold": lambda c, out, b, w: F.huber_loss(out, b.y, delta=float(w[0])),
+    "an exponent": lambda c, out, b, w: (out - b.y).abs().pow(1 + float(w[0])).mean(),
+    "weights of classes": lambda c, out, b, w: F.cross_entropy(out, b.labels, weight=w, reduction="none").mean(),
+    "weights of labels": lambda c, out, b, w: F.binary_cross_entropy_with_logits(out, b.y.round(), pos_weight=w),
+    "weights of columns": lambda c, out, b, w: ((out - b.y).square() * w).mean(),
+    "a queue of negatives": lambda c, out, b, w: F.cross_entropy(out @ (w[:, None] * SPREAD), b.labels),
+    "a bound number": lambda c, out, b, w: c.per_sample_losses(closing_over(float(w[0])), out, b.y).mean(),
+    "a bound tensor": lambda c, out, b, w: c.per_sample_losses(functools.partial(scaled, w[0]), out, b.y).mean(),
+    "a norm": lambda c, out, b, w: out.norm(1 + float(w[0]), dim=1).mean(),
+}
+SPREAD = torch.linspace(0.5, 1.5, V, dtype=torch.float64)
+NUMBERS = {"an exponent", "a norm", "a temperature", "a threshold", "a bound number"}
+"""Numbers, which private training takes until they change."""
+
+
+def weights_of(seed):
+    return torch.rand(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", WITHOUT_SAMPLES)
+def test_what_has_no_dimension_of_samples_is_compared_in_batches_of_one(name, strict):
+    """One sample must not get two gradients where all batches have one sample, either."""
+    clipper, loss = clipper_of(), WITHOUT_SAMPLES[name]
+    if strict:
+        clipper.refuse_ambiguous_losses()
+    if not strict or name in NUMBERS:
+        for _ in range(2):
+            step(clipper, lambda c, out, b: loss(c, out, b, weights_of(0)), Batch(1, 0))
+    with pytest.raises(UnsupportedGradientError, match=r"all samples share in the loss, (has changed|may be another)"):
+        step(clipper, lambda c, out, b: loss(c, out, b, weights_of(1)), Batch(1, 1))
+
+
+OWN_OF_ONE = {
+    "weights": lambda c, out, b: ((out - b.y).square() * b.y).sum(1).mean(),
+    "weights of labels": lambda c, out, b: F.binary_cross_entropy_with_logits(out, b.y.round(), pos_weight=1 + b.y),
+    "a temperature": lambda c, out, b: F.cross_entropy(out / (1 + b.y[:, :1]), b.labels),
+    "a matrix": lambda c, out, b: F.cross_entropy((out[:, None] @ (b.y[:, None] * SPREAD[:, None]))[:, 0], b.labels),
+    "targets": lambda c, out, b: (out - b.y).square().mean(),
+    "targets of one sample": lambda c, out, b: F.mse_loss(out[0], b.y[0]),
+    "a target": lambda c, out, b: (out[0, 0] - float(b.y[0, 0])).square(),
+    "a column": lambda c, out, b: -out.log_softmax(1)[0, int(b.labels[0])],
+    "labels": lambda c, out, b: F.cross_entropy(out, b.labels, label_smoothing=0.1),
+    "declared": lambda c, out, b: F.cross_entropy(out / c.constant(float(b.y[0, 0]) + 0.5), b.labels),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", OWN_OF_ONE)
+def test_what_may_be_the_one_samples_own_is_taken(name, strict):
+    clipper, loss = clipper_of(), OWN_OF_ONE[name]
+    twin = copy.deepcopy(clipper.module)
+    if strict:
+        clipper.refuse_ambiguous_losses()
+    for seed in range(5):
+        batch = Batch(1, seed)
+        found = torch.cat([rows.flatten(1) for rows in step(clipper, loss, batch).values()], 1)
+        alone = torch.autograd.grad(loss(clipper, twin(batch.x), batch), [*twin.parameters()])
+        torch.testing.assert_close(found[0], torch.cat([g.flatten() for g in alone]))
+
+
+def test_a_mask_without_a_dimension_of_samples_may_be_the_one_samples_own():
+    clipper, mask = clipper_of(), torch.eye(V).bool()
+    for seed in range(V):
+        step(clipper, lambda c, out, b, i=seed: ((out - b.y).square() * ~mask[i]).sum(1).mean(), Batch(1, seed))
+
+
+def test_private_training_looks_at_foreign_tensors_in_batches_of_one():
+    clipper = clipper_of()
+    clipper.refuse_ambiguous_losses()
+    foreign = torch.ones(1, V, dtype=torch.float64)
+
+    def loss_fn(out, y):
+        return ((out - y) * foreign).sum()
+
+    with pytest.raises(UnsupportedGradientError, match=r"a tensor of shape .* that it was not given"):
+        step(clipper, bound(lambda b: loss_fn), Batch(1, 0))
+
+
+def test_a_larger_batch_shows_that_a_number_is_the_samples_own():
+    """In a loop each sample has a temperature of its own, as batches of one sample then do."""
+    clipper, loss = clipper_of(), CONSTANT["a loop"]
+    for size, seed in ((4, 0), (4, 1), (1, 2), (1, 3)):
+        step(clipper, loss, Batch(size, seed))
 
 
 @pytest.mark.parametrize("sizes", [(4, 5), (5, 4), (4, 1)], ids=str)

@@ -217,6 +217,14 @@ def test_parameters_outside_the_model_are_refused():
     torch.optim.SGD(model.parameters(), lr=0.1).step()  # no hook is left
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused_before_anything_is_attached():
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(UnsupportedGradientError, match=r"got LBFGS, whose step\(\) requires closure"):
+        make_private(model, optimizer, DataLoader(data_set(), batch_size=12, shuffle=True), NOISE)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # no hook is left
+
+
 @pytest.mark.parametrize(("prepare", "words"), [("unchecked", "check=False"), ("used", "clipped already")])
 def test_a_clipper_whose_bound_is_not_known_is_refused(prepare, words):
     model = network()

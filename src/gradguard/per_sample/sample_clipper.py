@@ -366,7 +366,8 @@ class PerSampleGradientClipper:
             return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first))
         self._looked_at = (self._looked_at + 1) % size
         self._loss_check.look_at_bound(loss_fn, size)
-        losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
+        watched = self._looked_at if size > 1 or self._loss_check.is_private else -1
+        losses = own_losses(loss_fn, args, kwargs, size, batch_first, watched, self._time_first)
         return self._loss_check.own_losses(losses, self._looked_at, self._tracker.witness.is_due)
 
     def refuse_ambiguous_losses(self) -> None:

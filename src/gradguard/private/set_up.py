@@ -1,5 +1,6 @@
 """The set-up of private training in one call."""
 
+import inspect
 import warnings
 from contextlib import ExitStack
 from typing import Any
@@ -12,8 +13,8 @@ from gradguard.arguments import check_whole
 from gradguard.distributed.groups import from_first_rank, rank_and_size
 from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.wrappers import refuse_wrapped
-from gradguard.errors import InvalidTypeError, InvalidValueError, refuse
-from gradguard.optimizer_hooks import parameters_of
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, refuse
+from gradguard.optimizer_hooks import optimizers_in, parameters_of
 from gradguard.per_sample.norm_clippers import FlatNormClipper, QuantileNormClipper
 from gradguard.per_sample.refusals import refuse_local_thresholds
 from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
@@ -58,8 +59,8 @@ def make_private(
             ``scaler``. The returned training owns this clipper, and an error here detaches it. The scale of a
             GradScaler stays constant, because a scale that adapts to overflows would reveal single samples: choose
             ``init_scale``. Samples that overflow count as zero.
-        optimizer: Any optimizer of the model's parameters. ``private.step()`` calls its ``step``, or a trainer after
-            ``private.pre_step()``; any other call is an error.
+        optimizer: An optimizer of the model's parameters whose ``step`` needs no closure. ``private.step()`` calls its
+            ``step``, or a trainer after ``private.pre_step()``; any other call is an error.
         loader: A DataLoader with ``batch_size`` and ``shuffle``. Its data set, ``collate_fn`` and workers are kept. Its
             batch size is the expected size of a logical batch, for each process if there are several.
         privacy: A `PrivacyBudget` for the whole training, which decides the noise, or a `FixedNoise`.
@@ -152,6 +153,8 @@ def make_private(
         refuse_local_thresholds(rule, world_size)
         if not isinstance(optimizer, Optimizer):
             raise InvalidTypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        for one in optimizers_in(optimizer):
+            _refuse_closure(one)
         own = set(map(id, module.parameters()))
         others = [tuple(p.shape) for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
         if others:
@@ -198,3 +201,23 @@ def make_private(
         private.loader = PrivateLoader(loader, batches, largest, stand_in, private._hand_out, parts)
         attached.pop_all()
     return private
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose ``step`` requires an argument.
+
+    Raises:
+        UnsupportedGradientError: If it does, as LBFGS requires a closure.
+    """
+    try:
+        given = [*inspect.signature(type(optimizer).step).parameters.values()][1:]
+    except (TypeError, ValueError):  # the step is no Python code
+        return
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [one.name for one in given if one.kind in plain and one.default is inspect.Parameter.empty]
+    if needed:
+        raise UnsupportedGradientError(
+            f"optimizer: expected one whose step() needs no argument, got {type(optimizer).__name__}, whose step() "
+            f"requires {', '.join(needed)}. A private step has one gradient, with noise; an optimizer that computes "
+            "the loss several times would need a private gradient each time. Use torch.optim.SGD or torch.optim.AdamW."
+        )

@@ -104,8 +104,23 @@ def _without_constant(x: Tensor, node: Node, which: int) -> Tensor:
     return (-x if (name, which) in {("Sub", 1), ("Rsub", 0)} else x).expand(shape_of(node))
 
 
-def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
-    """Yield the constants that an operation saved, each with the value of the samples beside which it lies.
+class Beside(NamedTuple):
+    """A constant that an operation saved, and the value of the samples beside which it lies.
+
+    Attributes:
+        value: The value.
+        constant: The constant, with the dimensions of the value.
+        is_short: Whether the constant was given without the value's first dimension, and with another than one of
+            size 1. Then it is no single sample's own, also in a batch of one sample.
+    """
+
+    value: Value
+    constant: Tensor
+    is_short: bool = False
+
+
+def constants_beside(node: Node, depends: Dependence) -> Iterator[Beside]:
+    """Yield the constants that an operation saved.
 
     What parameters alone decide is left out: it is trained, and no constant.
 
@@ -123,25 +138,29 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
             used = 1
             if isinstance(index, Tensor) and index.dtype == torch.bool:
                 used = index.dim()
-                yield value, index.view((1,) * at + index.shape + (1,) * (len(shape) - at - used))
+                yield Beside(value, index.view((1,) * at + index.shape + (1,) * (len(shape) - at - used)))
             at += used
         return
     if name in LABELLED:
         if (weights := saved(node, "weight")) is not None and len(shape) > 1:
-            yield value, weights.view(1, -1, *[1] * (len(shape) - 2))
+            yield Beside(value, weights.view(1, -1, *[1] * (len(shape) - 2)), is_short=True)
         return
     beside = [one for one in saved_tensors(node) if one.dim() and not depends.holds(one)]
     for constant in [plain(one) for one in beside if not depends.is_trained_beside(node, one)]:
+        is_short = constant.shape[0] != 1
         if name in TAKES_BESIDE:
             whole = shape if constant.shape == shape else torch.broadcast_shapes(shape, constant.shape)
             place = value if whole == shape else Value(node)
-            yield place, constant[(None,) * (len(whole) - constant.dim())] if constant.dim() < len(whole) else constant
+            lacking = len(whole) - constant.dim()
+            yield Beside(place, constant[(None,) * lacking] if lacking else constant, is_short and lacking > 0)
         elif len(inputs) == 1 and constant.dim() == 1:
-            yield value, constant.unsqueeze(0)
+            yield Beside(value, constant.unsqueeze(0), is_short)
         elif len(inputs) == 1:
             left = inputs[0] == len(node.next_functions) - 2
             turned = constant if left else constant.mT
-            yield value, turned if len(shape) < constant.dim() else turned.unsqueeze(-3 if left else -2)
+            is_batched = len(shape) < constant.dim()
+            beside = turned if is_batched else turned.unsqueeze(-3 if left else -2)
+            yield Beside(value, beside, is_short and constant.dim() == 2)
 
 
 def adds_unseen(node: Node, depends: Dependence) -> bool:

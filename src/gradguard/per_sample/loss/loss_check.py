@@ -1,7 +1,8 @@
 """Read the loss of a step before its backward frees the graph, and judge the loss after the backward."""
 
+import contextlib
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,15 @@ _NOT_SEEN = (
     "forward, or given a GradientEdge, or run in another thread, or was a view that the module returned changed in "
     "place? Call loss.backward() after the forward, and compute with output * 2 rather than output.mul_(2)"
 )
+
+_NOT_LINEAR = (
+    "the backward between the module's outputs and the loss is not linear: twice the incoming gradient does not give "
+    "twice the outgoing one. Does a hook or an autograd.Function clamp, normalize or mask gradients there? Then a "
+    "sample's gradient depends on the size of the batch. Leave it out: each sample's norm is bounded anyway"
+)
+
+_LINEAR_ON = frozenset([1, 8, 64])
+"""Which losses of each kind are tried for a linear backward, besides the first of each batch size and one in 1,000."""
 
 _MOST_CALLS = 16
 """Calls whose outputs, and so whose graphs, are kept alive until a backward begins from one of them."""
@@ -118,6 +128,7 @@ class LossCheck:
         self._declared: list[float] = []
         self._shared = SharedValues()
         self._own_operations: set[frozenset[str]] = set()
+        self._times: Counter[tuple[str, ...]] = Counter()  # how often each kind of loss was read
         self._between: dict[Hashable, LossCheck] = {}  # by the module and the position of the argument
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
@@ -255,24 +266,32 @@ class LossCheck:
             return joined
         everyone = torch.arange(len(losses), device=joined.device)
         operations = outputs.operations_behind(losses[watched]) if losses[watched].requires_grad else frozenset()
-        due, separate = due or operations not in self._own_operations, None
-        self._own_operations.add(operations)
+        by_function = any(name.endswith("Backward") for name in operations)  # PyTorch's own have a number
+        due = due or by_function or operations not in self._own_operations
+        separate, is_scaled = None, True
+        if due:
+            self._own_operations.discard(operations)
         try:
-            if self._verifying:
-                separate = outputs.are_separate(Value.of(joined), everyone)
-            elif due and operations:
-                separate = outputs.are_separate(Value.of(losses[watched]), everyone[watched])
+            some = joined if self._verifying else losses[watched]
+            if self._verifying or (due and operations):
+                is_scaled = outputs.is_scaled(Value.of(some), torch.ones_like(some))
+                separate = is_scaled and outputs.are_separate(
+                    Value.of(some), everyone if self._verifying else everyone[watched]
+                )
         except Unreadable as error:
             raise UnsupportedGradientError(
                 f"per_sample_losses: cannot verify that each sample's loss depends on its own outputs only: {error}. "
                 "Write the loss without that operation."
             ) from error
+        if not is_scaled:
+            raise UnsupportedGradientError(f"per_sample_losses: {_NOT_LINEAR}.")
         if separate is False:
             raise UnsupportedGradientError(
                 "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
                 "the outputs of the whole batch instead of the rows that it is given? Or do the samples lie along "
                 "another dimension of the outputs?"
             )
+        self._own_operations.add(operations)
         anchor = torch.zeros((), device=joined.device, requires_grad=True)
         [joined] = tap(_pass, (), anchor, [joined], self.keep)
         self._calls[-1].add([joined], [BatchAxis(0)])
@@ -316,7 +335,8 @@ class LossCheck:
             UnsupportedGradientError: If a bound value has changed or, in private training, if the next batch may change
                 it.
         """
-        bound = [SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter)]
+        found = bound_values(loss_fn)
+        bound = [SharedValue(p, one, of_all=True) for p, one in found if not isinstance(one, nn.Parameter)]
         if words := self._shared.objection(bound, batch_size):
             raise UnsupportedGradientError(f"per_sample_losses: {words}.")
 
@@ -412,6 +432,17 @@ class LossCheck:
             self.stop()
             return
         known = None if self._verifying or make.structure is None else self._known.get(make.structure)
+        times = self._times[make.kind] = self._times[make.kind] + 1
+        is_due = times in _LINEAR_ON or times % 1000 == 0
+        if outputs is not None and (self._verifying or is_due):
+            is_linear = True
+            with contextlib.suppress(Unreadable):  # a loss that cannot be read is refused below
+                is_linear = all(outputs.is_scaled(root.value, root.gradient) for root in roots)
+            if not is_linear:
+                self._times[make.kind] -= 1
+                self._seen = _SeenLoss(make, LossParts("unknown", _NOT_LINEAR))
+                self.stop()
+                return
         if (
             known is not None
             and not known.parts.weighted

@@ -221,7 +221,7 @@ def make_of(roots: Sequence[Root], ends: Container[Value], depends: "Dependence"
         # The name, the shapes, and the settings that decide how the operation combines elements.
         own: list[Any] = [node.name(), [tuple(one.shape) for one in input_metadata_of(node)]]
         own += [(name, _shown(value)) for name, value in saved_settings(node).items()]
-        if hasattr(node, "saved_tensors"):  # an autograd.Function: its class, and the attributes of its ctx
+        if hasattr(type(node), "saved_tensors"):  # an autograd.Function: its class, and the attributes of its ctx
             attributes = {name: _shown(value) for name, value in sorted(getattr(node, "__dict__", {}).items())}
             own += [id(type(node)), attributes]
         elif operation(node) in LABELLED:
@@ -308,7 +308,7 @@ def is_tap(node: Node) -> bool:
 def operation(node: Node) -> str:
     """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; for a custom function the node's whole name."""
     name = node.name()
-    return name if hasattr(node, "saved_tensors") else _without_backward(name)
+    return name if hasattr(type(node), "saved_tensors") else _without_backward(name)
 
 
 @functools.cache

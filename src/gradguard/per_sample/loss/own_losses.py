@@ -56,7 +56,7 @@ def own_losses(
     for sample in range(batch_size):
         own = [row[sample].clone() for row in rows]  # the function may change its arguments in place
         own_args, own_kwargs = given.fill(own)
-        if sample == watched and batch_size > 1:
+        if sample == watched:
             known = [*own, *_bound_tensors(loss_fn)]
             with torch.compiler.set_stance("force_eager"), _Watch(known, batch_size):
                 loss = loss_fn(*own_args, **own_kwargs)

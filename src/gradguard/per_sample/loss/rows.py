@@ -380,7 +380,7 @@ class SampleRows:
         """
         depends, nodes, outputs = self._depends, [*self._nodes, *self.path.weighing], self._outputs
         for node in nodes:
-            for value, constant in constants_beside(node, depends):
+            for value, constant, _ in constants_beside(node, depends):
                 shape, sizes = value.shape, own_sizes(constant)
                 if is_declared(constant, outputs):
                     continue

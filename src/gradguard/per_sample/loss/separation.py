@@ -174,6 +174,42 @@ class Outputs:
                 return False
         return True
 
+    def is_scaled(self, value: Value, cotangent: Tensor) -> bool:
+        """Tell whether a backward passes on a power of two that multiplies its incoming gradient.
+
+        A linear backward does, to the last bit. One that clamps, normalizes, or adds an eps to a norm does not.
+
+        Args:
+            value: The value from which the backward runs.
+            cotangent: The gradient of the value.
+
+        Returns:
+            The answer; True where overflow leaves nothing to compare.
+
+        Raises:
+            Unreadable: If a backward from the value cannot be run.
+        """
+        narrow = not self._kinds_behind(value).isdisjoint(_NARROW)
+        limits = torch.finfo(torch.float16 if narrow else torch.float32)
+        least = limits.smallest_normal * (limits.eps if narrow else 1.0)
+        once = self._scaled(value, cotangent, 1.0)
+        for power in (2.0**4,) if narrow else (2.0**60, 2.0**-30):  # beyond the factors of a batch or a GradScaler
+            multiplied = self._scaled(value, cotangent, power)
+            if _are_scaled(once, once, multiplied, power, least):
+                continue
+            if not _are_scaled(once, self._scaled(value, cotangent, 1.0), multiplied, power, least):
+                return False
+        return True
+
+    def _scaled(self, value: Value, cotangent: Tensor, power: float) -> dict[Value, Tensor]:
+        """Return the gradients of the outputs for ``power`` times a cotangent.
+
+        A run with the opposite sign follows, so that the sums of `retain_grad` end as they were.
+        """
+        pulled = self._pull(value, cotangent * power)
+        self._pull(value, cotangent * -power)
+        return pulled
+
     def samples_of(self, value: Value) -> Tensor:
         """Return the sample on which each element of a value seems to depend, from derivatives of J^T c.
 
@@ -251,10 +287,13 @@ class Outputs:
         cotangents alone, and gradients that `retain_grad` accumulates do not change. For float16 the magnitude is 1,
         because float16 does not represent tiny numbers.
         """
+        return max(_SIZES.get(kind, 2.0**-50) for kind in self._kinds_behind(value))
+
+    def _kinds_behind(self, value: Value) -> Set[torch.dtype]:
+        """Return the dtypes of the values between these outputs and a value, both included."""
         ends = self._outputs
         nodes = nodes_below(value.node, ends)
-        kinds = {meta.dtype for node in nodes for meta in input_metadata_of(node)} | {end.meta.dtype for end in ends}
-        return max(_SIZES.get(kind, 2.0**-50) for kind in kinds)
+        return {meta.dtype for node in nodes for meta in input_metadata_of(node)} | {end.meta.dtype for end in ends}
 
     def _samples_in(self, pulled: Mapping[Value, Tensor]) -> list[int]:
         """Return the samples whose outputs have a gradient."""
@@ -348,10 +387,37 @@ def _reached(value: Value, ends: Mapping[Value, object]) -> list[Value]:
 
 _SIZES = {torch.float16: 1.0, torch.complex32: 1.0, torch.float64: 2.0**-200, torch.complex128: 2.0**-200}
 
+_NARROW = {torch.float16, torch.complex32}
+"""Dtypes whose range is too small for large powers of two."""
+
 
 def _normal(like: Any, size: float) -> Tensor:
     """Return normal random numbers like a tensor, times ``size``, without using the program's generators."""
     return seeded_normal(like.shape, like.dtype, like.device).mul_(size)
+
+
+def _are_scaled(
+    once: Mapping[Value, Tensor],
+    again: Mapping[Value, Tensor],
+    multiplied: Mapping[Value, Tensor],
+    power: float,
+    least: float,
+) -> bool:
+    """Tell whether gradients were multiplied by a power of two, up to rounding shown by ``again`` and underflow."""
+    return once.keys() == multiplied.keys() and all(
+        _is_scaled(first, again[at], multiplied[at], power, least) for at, first in once.items() if at in again
+    )
+
+
+def _is_scaled(first: Tensor, again: Tensor, second: Tensor, power: float, least: float) -> bool:
+    expected = first * power
+    if torch.equal(second, expected):
+        return True
+    near = 2.0**11 * max(1.0, power) * least  # underflow loses ``least``, and later operations may multiply it
+    if first is not again:  # the kernel adds in an order that changes from run to run
+        near = near + 16 * torch.finfo(first.dtype).eps * _finite(expected).abs().amax()
+    tells = first.isfinite() & expected.isfinite() & second.isfinite()
+    return bool((~tells | ((second - expected).abs() <= near)).all())
 
 
 def _power(samples: Tensor, digit: int) -> Tensor:

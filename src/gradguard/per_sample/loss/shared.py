@@ -193,6 +193,8 @@ class SharedValue:
         among: The number of values in this place, and the index of this one: a loop over samples has one for each.
         words: A name of the value for a refusal; by default the number, or the shape of the tensor.
         chooses: Whether the number decides which columns the loss takes: then private training asks for a declaration.
+        of_all: Whether the value has no dimension of samples. So it is compared in batches of one sample, too, where
+            other values may be the sample's own.
         seen: ``"several"`` if several samples have the same value, ``"each"`` if each has its own. ``"one"`` if only
             one sample shows the value: then either may be true.
     """
@@ -209,6 +211,7 @@ class SharedValue:
     weighs: bool = False
     words: str = ""
     chooses: bool = False
+    of_all: bool = False
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether this is a declared value, a view or a copy of one, its negative, or 1 over a declared number."""
@@ -324,17 +327,20 @@ class SharedValues:
             same = next((i for i, old in enumerate(new) if old.is_same(one, batch_size)), None)
             is_value = isinstance(one.value, Tensor) or one.weighs
             is_undeclared = one.chooses or (is_value and not _may_be_labels(one))
-            if batch_size > 1 and self.strict and is_undeclared:
+            is_of_all = one.of_all and (self.strict or not _is_mask(one.value))
+            if (batch_size > 1 or is_of_all) and self.strict and is_undeclared:
                 kept, same = [_kept(math.nan, batch_size)], None
             if same is not None:
                 old = new[same] if new[same].samples > 1 else _kept(one.value, batch_size, one.places)
                 new[same] = replace(old.narrowed(one), samples=max(old.samples, batch_size))
             elif kept is None:
                 new.append(_kept(one.value, batch_size, one.places).narrowed(one))
-            elif max(batch_size, *[old.samples for old in kept]) == 1:  # each sample's own, or a changing shared value
+            elif (
+                not is_of_all and max(batch_size, *[old.samples for old in kept]) == 1
+            ):  # each sample's own, or a changing shared value
                 self._new[one.key] = [_kept(math.nan, 1)]
             elif (is_shared := one.is_shared()) is True or (is_shared == "unclear" and self.strict):
-                return _words(kept[-1], one)
+                return _words(kept[-1], one, batch_size)
             elif is_shared is False:
                 self._owned.add(place)
                 if self._owned.issuperset((kind, one.key, (one.among[0], i)) for i in range(one.among[0])):
@@ -374,6 +380,13 @@ def _may_be_labels(one: SharedValue | _KeptValue) -> bool:
     return one.may_be_labels and one.bounds is not None and one.bounds.are_whole
 
 
+def _is_mask(value: Tensor | float) -> bool:
+    """Tell whether a value may be a mask, which a program for one sample may hold without a dimension of samples."""
+    if not isinstance(value, Tensor) or not (value.dim() or value.dtype == torch.bool):
+        return False
+    return bool(((value == 0) | (value == 1)).all())
+
+
 def _kept(value: Tensor | float, samples: int, places: tuple[Hashable, ...] = ()) -> _KeptValue:
     """Return a value of a batch of ``samples`` samples, with a copy of its content."""
     copied = value.detach().clone() if isinstance(value, Tensor) else value
@@ -385,7 +398,7 @@ def _place(value: Tensor) -> Hashable:
     return value.data_ptr(), value.shape, value.stride(), value.dtype, version_of(value)
 
 
-def _words(kept: _KeptValue, shared: SharedValue) -> str:
+def _words(kept: _KeptValue, shared: SharedValue, batch_size: int) -> str:
     """Return the refusal of a value that all samples share and that has changed."""
     value = shared.value
     if shared.places and not shared.words:
@@ -400,12 +413,13 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
     said = "has changed since an earlier batch"
     if not isinstance(kept.copied, Tensor) and (not shared.words or math.isnan(kept.copied)):
         said = "may be another in the next batch" if math.isnan(kept.copied) else f"{said}, from {kept.copied:.6g}"
+    own = "" if batch_size > 1 else ". If it is the one sample's own, make it a tensor with a first dimension of size 1"
     given = "value" if not isinstance(value, Tensor) or value.dim() else "value.item()"
     return (
         f"{what}, which all samples share in the loss, {said}. Was it computed from the batch, such as weights of "
         "classes, a mean or a length? Then a sample's gradient depends on the other samples: compute it from the "
         f"sample's own rows, or once for all batches. If it is yours, write clipper.constant({given}) where it stands "
-        "in the loss"
+        f"in the loss{own}"
     )
 
 
@@ -413,11 +427,15 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
 
 
 class _Use(NamedTuple):
-    """An operation that takes a value, and a function that finds out whether samples share the value there."""
+    """An operation that takes a value, and a function that finds out whether samples share the value there.
+
+    ``of_all`` is as in `SharedValue`.
+    """
 
     node: Node
     value: Tensor | float
     is_shared: IsShared
+    of_all: bool = False
 
 
 class LossConstants:
@@ -620,7 +638,9 @@ class LossConstants:
         for place, end, bounds in self._sums if self._mixed else ():
             if end not in self._mixed:
                 continue
-            beside = [one.nan_to_num(0.0) for node in self._nodes for _, one in constants_beside(node, self._depends)]
+            beside = [
+                one.nan_to_num(0.0) for node in self._nodes for _, one, _ in constants_beside(node, self._depends)
+            ]
             for _, value, other in self._sums:
                 if value not in self._mixed:  # a constant that is no sample's own, such as a statistic, is no column
                     own = self._is_each_own(value, other)
@@ -737,10 +757,10 @@ class LossConstants:
         outputs, depends, size = self._outputs, self._depends, self._outputs.batch_size
         uses: defaultdict[Hashable, dict[Hashable, list[_Use]]] = defaultdict(dict)
 
-        def use(node: Node, value: Tensor | float, is_shared: IsShared, *key: Hashable) -> None:
+        def use(node: Node, value: Tensor | float, is_shared: IsShared, *key: Hashable, of_all: bool = False) -> None:
             place = operation(node), self._places.of(Value(node)), *key
             same = _place(value) if isinstance(value, Tensor) else value
-            uses[place].setdefault(same, []).append(_Use(node, value, functools.cache(is_shared)))
+            uses[place].setdefault(same, []).append(_Use(node, value, functools.cache(is_shared), of_all))
 
         # Behind a nonlinear operation (`is_behind`) a number is no weight of rows, which the ledger compares.
         for node, is_behind in self._nodes.items():
@@ -748,8 +768,8 @@ class LossConstants:
             look_at_all = self._look(whole, [1] * len(whole.shape))
             labelled = name in LABELLED or name == "MultiMarginLoss"
             if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
-                use(node, plain(weight), lambda: True, weight.shape)
-            for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
+                use(node, plain(weight), lambda: True, weight.shape, of_all=True)
+            for i, (value, constant, is_short) in enumerate(constants_beside(node, depends) if not labelled else ()):
                 places = places_of(value.shape, size)
                 sizes, constant = own_sizes(constant), unrepeated(constant)
                 is_one = size > 1 and _is_one_number(constant)
@@ -764,7 +784,7 @@ class LossConstants:
                 by_chance = is_one and size < _MANY_SAMPLES
                 is_shared = (lambda: "unclear") if by_chance else self._look(value, sizes)
                 if not _is_of_parameter(constant):
-                    use(node, constant, is_shared, i, constant.shape)
+                    use(node, constant, is_shared, i, constant.shape, of_all=is_short)
             # Tensors without a dimension, except factors of rows. Python's numbers are read from the settings below.
             takes = name in TAKES_BESIDE and (is_behind or name not in SCALINGS)
             given = [one for one in (saved_tensors(node) if takes else ()) if not (one.dim() or depends.holds(one))]
@@ -773,16 +793,17 @@ class LossConstants:
                 one for one in given if not _is_of_parameter(one) and (one.dtype == torch.bool or is_tensor(one))
             ]
             for i, constant in enumerate(singles):
-                use(node, constant, look_at_all, i, "single")
+                use(node, constant, look_at_all, i, "single", of_all=True)
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(whole.shape, size))]:
                     use(node, columns, self._look(whole, sizes), "columns", columns.dim())
             for setting, value in _numbers_of(node, depends) if is_behind else ():
-                use(node, value, look_at_all, setting, outputs.values_of_each)
+                use(node, value, look_at_all, setting, outputs.values_of_each, of_all=True)
         for key, values in uses.items():
             for number, users in enumerate(values.values()):
                 is_shared = functools.partial(_is_shared_by, outputs, users)
-                yield SharedValue(key, users[0].value, is_shared, among=(len(values), number))
+                of_all = any(one.of_all for one in users)
+                yield SharedValue(key, users[0].value, is_shared, among=(len(values), number), of_all=of_all)
             yield from self._in_order(key, values)
         yield from self._within_trained()
         yield from self._settings()
@@ -814,12 +835,13 @@ class LossConstants:
         for node, which, trained in self._trained:
             place = "trained", operation(node), self._places.of(Value(node)), which
             for at, value, is_usual in trained.numbers():
-                yield SharedValue((*place, at), value, weighs=not (is_usual or self._nodes[node]))
+                yield SharedValue((*place, at), value, weighs=not (is_usual or self._nodes[node]), of_all=True)
             for number, bounds in enumerate(trained.added):
                 if bounds is not None:
                     value, bounds = as_number(bounds)
                     surely = not self._nodes[node]
-                    yield SharedValue((*place, number), value, bounds=bounds, may_be_labels=False, weighs=surely)
+                    key = (*place, number)
+                    yield SharedValue(key, value, bounds=bounds, may_be_labels=False, weighs=surely, of_all=True)
 
     def _in_order(self, key: Hashable, values: Mapping[Hashable, Sequence[_Use]]) -> Iterator[SharedValue]:
         """Yield the values of a place in the order of the loss, apart for each result of the module.
@@ -847,7 +869,9 @@ class LossConstants:
                     value, places = numbers[0] if len(numbers) == 1 else math.inf, (_rounded(numbers),)
                 are_shared = self._are_shared(ordered, len(uses))
                 words = "" if len(uses) == 1 and not places else f"the order of numbers or tensors, {_shown(given)}"
-                yield SharedValue((key, results, len(uses)), value, are_shared, places=places, words=words)
+                of_all = all(use.of_all for use in uses)
+                place = key, results, len(uses)
+                yield SharedValue(place, value, are_shared, places=places, words=words, of_all=of_all)
 
     def _settings(self) -> Iterator[SharedValue]:
         """Yield what operations are told besides numbers: dimensions, modes, and how many values they combine."""
@@ -874,6 +898,7 @@ class LossConstants:
                     seen="one" if is_alone and len(uses) > 1 else "several",
                     words=f"{setting} = {taken[0] if is_alone else tuple(taken)} of {nodes[0].name()}",
                     chooses=setting in _CHOICES,
+                    of_all=setting.startswith("dim") or not isinstance(values[0], tuple),
                 )
             if len({*values}) > 1 and self._is_loop(nodes):
                 yield SharedValue(key, math.nan, seen="each")  # the samples have different lengths
