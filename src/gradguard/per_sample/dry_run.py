@@ -404,8 +404,7 @@ class DryRun:
         batch = self._batch
         shapes = ", ".join([str(tuple(tensor.shape)) for tensor, _ in batch.dims])
         other = (
-            " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
-            "transpose it to [batch, ...]."
+            " Nor could it be run with the samples in the second dimension of a tensor: transpose it to [batch, ...]."
             if batch.batch_first
             and any(dim is None and tensor.shape[1:2] == (batch.size,) for tensor, dim in batch.dims)
             else ""

@@ -315,6 +315,8 @@ class SharedValues:
             place = kind, one.key, one.among if batch_size > 1 else ()
             if one.seen == "each":
                 self._of_each.add(place)
+                if self._of_each.issuperset((kind, one.key, (one.among[0], i)) for i in range(one.among[0])):
+                    self._of_each.add((kind, one.key, ()))  # as in `_owned`
                 continue
             is_own = place in self._owned or (one.seen == "one" and place in self._of_each)
             if is_own or any(map(one.is_of, self.declared)):
@@ -1041,7 +1043,8 @@ def _are_of_several(bounds: Bounds, dim: int) -> bool:
         if other != dim and alike.sizes[other] == 1:
             known, alike = known.any(other, keepdim=True), alike.alike([other])
     is_whole = (alike.middle - alike.middle.round()).abs() <= alike.rounding
-    return bool((known.sum(dim, keepdim=True) >= torch.where(is_whole, _MANY_SAMPLES, 2)).any())
+    by_chance = is_whole | alike.are_of_two  # labels, or a margin where the label is
+    return bool((known.sum(dim, keepdim=True) >= torch.where(by_chance, _MANY_SAMPLES, 2)).any())
 
 
 def _taken(value: Value, dim: int, size: int) -> list[tuple[str, float, tuple[Hashable, ...]]]:
