@@ -525,9 +525,20 @@ class LossConstants:
 
     def hidden(self) -> str:
         """Return the reason why the graph may hide a constant of the loss; "" if it hides none."""
-        for node in self._nodes:
+        for node, is_behind in self._nodes.items():
             if operation(node) not in _SHOWING:
                 return f"its graph does not show all numbers that {node.name()} takes"
+            if operation(node) == "NanToNum" and not bool(saved(node, "self").isfinite().all()):
+                if self._outputs.batch_size > 1 and any(map(_adds_up, _until_outputs(Value(node), self._outputs))):
+                    return (
+                        "nan_to_num has replaced a value of several samples, so one sample took away the gradients of "
+                        "others. Apply it to each sample's loss, before the mean"
+                    )
+                if is_behind:
+                    return (
+                        "its graph does not show the numbers by which nan_to_num has replaced some values. Apply it to "
+                        "each sample's loss, or use torch.where(x.isfinite(), x, number)"
+                    )
         if self._are_changed():
             return (
                 "a value in it was changed in place where its graph does not record the change, as under "
@@ -767,8 +778,10 @@ class LossConstants:
             singles = [
                 one for one in given if not _is_of_parameter(one) and (one.dtype == torch.bool or is_tensor(one))
             ]
+            # A condition may take away all derivatives of its result.
+            chosen = depends.below(node)[0] if name == "Where" else whole
             for i, constant in enumerate(singles):
-                use(node, constant, look_at_all, i, "single")
+                use(node, constant, self._look(chosen, [1] * len(chosen.shape)), i, "single")
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(whole.shape, size))]:
                     use(node, columns, self._look(whole, sizes), "columns", columns.dim())
@@ -1012,14 +1025,9 @@ def _are_normalized(result: Tensor, values: Tensor, dim: int) -> bool:
 
 def _is_reduced(value: Value, outputs: Outputs) -> bool:
     """Tell whether an operation below a value may add up samples: then a dimension of size B need not hold them."""
-    ends = outputs.values
-
-    def onward(place: Value) -> list[Value]:
-        return [] if place in ends or place.is_tap else outputs.depends.below(place.node)
-
-    for place in walk([value], onward):
+    for place in _until_outputs(value, outputs):
         name, below = place.operation, parents(place.node)
-        if place in ends or name not in _ADDING_UP or not below:
+        if not _adds_up(place) or not below:
             continue
         dims = dims_of(place.node) if name in operations("mean", "sum") else None
         shape = below[0].shape
@@ -1027,6 +1035,21 @@ def _is_reduced(value: Value, outputs: Outputs) -> bool:
         if places and (dims is None or not places.isdisjoint(dims)):
             return True
     return False
+
+
+def _until_outputs(value: Value, outputs: Outputs) -> Iterator[Value]:
+    """Yield the values that a value is computed from, with itself, without the module's outputs."""
+    ends = outputs.values
+
+    def onward(place: Value) -> list[Value]:
+        return [] if place in ends or place.is_tap else outputs.depends.below(place.node)
+
+    return (place for place in walk([value], onward) if place not in ends)
+
+
+def _adds_up(value: Value) -> bool:
+    """Tell whether an operation adds up values, of whichever samples."""
+    return value.operation in _ADDING_UP or saved_constant(value.node, "reduction") in {1, 2}
 
 
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
