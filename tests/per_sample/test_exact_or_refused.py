@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
@@ -1025,7 +1026,47 @@ def test_the_refusal_names_the_list_that_was_divided_and_the_dimension_that_was_
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
     with pytest.raises(UnsupportedGradientError, match=r"its own entry of 1, .* a first batch of another size"):
         model(torch.randn(2, 3), [4, 2])
-    model.use = lambda given: given.mean(0).unsqueeze(1)
+    model.use = lambda given: given.view(5, 3).mean(0).unsqueeze(1)
     with pytest.raises(UnsupportedGradientError, match=r"second dimension.*transpose it to \[batch, \.\.\.\]"):
         model(torch.randn(3, 3), torch.ones(5, 3))
+    clipper.detach()
+
+
+class Carries(nn.Module):
+    """A recurrent layer with the samples first, whose state [layers, B, H] the caller carries from call to call."""
+
+    def __init__(self, kind: Callable[..., nn.Module], layers: int) -> None:
+        super().__init__()
+        self.layer, self.head = kind(3, 4, layers, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x, state=None):
+        out, state = self.layer(x, state)
+        return self.head(out), state
+
+
+@pytest.mark.parametrize(("layers", "sizes"), [(1, (4, 4, 2)), (2, (2, 2, 5)), (2, (1, 3, 3))], ids=str)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_state_with_the_samples_second_is_divided_beside_inputs_with_the_samples_first(kind, layers, sizes):
+    torch.manual_seed(0)
+    model = Carries(kind, layers).double()
+    twin = deepcopy(model)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact")
+    for size in sizes:
+        state = None
+        for _ in range(2):
+            x, y = torch.randn(size, 5, 3, dtype=torch.float64), torch.randn(size, 5, 2, dtype=torch.float64)
+            before = state
+            out, state = model(x, before)
+            state = tree_map(torch.Tensor.detach, state)
+            F.mse_loss(out, y).backward()
+            clipper.clip_and_accumulate()
+            found = clipper.per_sample_gradients()
+            clipper.pre_step()
+            model.zero_grad()
+            for i in range(size):
+                own = None if before is None else tree_map(lambda one, i=i: one[:, i : i + 1], before)
+                loss = F.mse_loss(twin(x[i : i + 1], own)[0], y[i : i + 1])
+                wanted = torch.autograd.grad(loss, [*twin.parameters()])
+                for (name, _), gradient in zip(twin.named_parameters(), wanted, strict=True):
+                    torch.testing.assert_close(found[name][i], gradient)
     clipper.detach()

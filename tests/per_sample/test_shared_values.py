@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -867,6 +868,9 @@ SHOWING = {
     "a policy's ratio": lambda out, b: (
         -torch.min((out - b.y).exp() * b.y, (out - b.y).exp().clamp(0.8, 1.2) * b.y).mean()
     ),
+    "triplets": lambda out, b: F.triplet_margin_loss(out, b.y, b.y.flip(1)),
+    "two distances": lambda out, b: F.relu(F.pairwise_distance(out, b.y) - F.pairwise_distance(out, -b.y) + 1).mean(),
+    "no NaN": lambda out, b: F.cross_entropy(out, b.labels, reduction="none").nan_to_num(0.0, 5.0).mean(),
     "masks": lambda out, b: torch.where(YOURS > 1, out - b.y, 0.0).square().mean(),
     "bounded differences": lambda out, b: ((out.tanh() - 0.3).square() + (F.softplus(out) - b.y).square()).mean(),
 }
@@ -887,6 +891,73 @@ def test_usual_losses_are_taken(name, strict):
         found = torch.cat([each.flatten(1) for each in rows.values()], 1)
         whole = torch.autograd.grad(SHOWING[name](twin(batch.x), batch), [*twin.parameters()])
         torch.testing.assert_close(found.mean(0), torch.cat([g.flatten() for g in whole]))
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_margin_at_labels_that_are_alike_in_small_batches_is_each_samples_own(private):
+    clipper = clipper_of()
+    if private:
+        clipper.refuse_ambiguous_losses()
+
+    def margin(c, out, b):
+        return F.cross_entropy(8 * (out - 0.35 * F.one_hot(b.labels, V)), b.labels)
+
+    for number, labels in enumerate([(0, 1, 2, 0), (0, 0), (1, 1), (0,), (2,), (2, 2, 2)]):
+        batch = Batch(len(labels), number)
+        batch.labels = torch.tensor(labels)
+        step(clipper, margin, batch)
+
+
+def test_a_prior_that_all_samples_share_is_no_margin_of_theirs():
+    clipper = clipper_of()
+
+    def prior(c, out, b):
+        return F.cross_entropy(out - 0.35 * F.one_hot(b.labels.mode().values, V), b.labels)
+
+    for number, label in enumerate((0, 1)):
+        batch = Batch(4, number)
+        batch.labels[:3] = label
+        if not label:
+            step(clipper, prior, batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match="all samples share in the loss, has changed"):
+            step(clipper, prior, batch)
+
+
+def without_nan(loss):
+    return torch.where(loss.isfinite(), loss, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda losses: losses.nan_to_num().mean(), ""),
+        (lambda losses: without_nan(losses).mean(), ""),
+        (lambda losses: losses.mean().nan_to_num(), "nan_to_num has replaced a value of several samples"),
+        (lambda losses: losses.view(2, 2).sum(1).nan_to_num().sum() / 4, "a value of several samples"),
+        (lambda losses: losses.nan_to_num().exp().mean(), "the numbers by which nan_to_num has replaced"),
+        (lambda losses: without_nan(losses.mean()), "all samples share in the loss, has changed"),
+    ],
+    ids=["each", "each, chosen", "mean", "halves", "before a function", "mean, chosen"],
+)
+def test_a_nan_of_one_sample_takes_no_gradient_from_others(loss, words):
+    clipper = clipper_of()
+
+    def whole(c, out, b):
+        return loss(F.cross_entropy(out, b.labels, reduction="none"))
+
+    step(clipper, whole, Batch(4, 0))
+    batch, twin = Batch(4, 1), copy.deepcopy(clipper.module)
+    batch.x[0] = math.nan
+    if words:
+        with pytest.raises(UnsupportedGradientError, match=words):
+            step(clipper, whole, batch)
+        return
+    rows = step(clipper, whole, batch)["weight"]
+    for i in (1, 2, 3):
+        own = F.cross_entropy(twin(batch.x[i : i + 1]), batch.labels[i : i + 1])
+        torch.testing.assert_close(rows[i], torch.autograd.grad(own, twin.weight)[0])
+    assert clipper.statistics.nonfinite == 1
 
 
 @pytest.mark.parametrize("fused", [F.huber_loss, F.smooth_l1_loss])

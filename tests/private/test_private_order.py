@@ -225,6 +225,17 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_anything_is_attache
     torch.optim.SGD(model.parameters(), lr=0.1).step()  # no hook is left
 
 
+def test_trained_parameters_that_the_optimizer_lacks_are_refused():
+    model, loader = network(), DataLoader(data_set(), batch_size=12)
+    first, *others = model.parameters()
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    with pytest.raises(InvalidValueError, match=r"lacks \d of the model's \d trained parameters, such as \['0.bias'"):
+        make_private(model, optimizer, loader, NOISE)
+    for parameter in others:
+        parameter.requires_grad_(False)
+    make_private(model, optimizer, loader, NOISE).detach()
+
+
 @pytest.mark.parametrize(("prepare", "words"), [("unchecked", "check=False"), ("used", "clipped already")])
 def test_a_clipper_whose_bound_is_not_known_is_refused(prepare, words):
     model = network()

@@ -80,12 +80,15 @@ class Batch:
         size: Number of samples B. Every tensor whose batch dimension has this size belongs to samples, and so does
             every array, and every list with B entries in which no tensor has a batch dimension.
         whole: Names of parts that belong to no sample, although their batch dimension has this size.
+        second: Names of tensors with the samples along the second dimension, such as a state ``[layers, B, H]`` beside
+            inputs ``[B, T]``.
     """
 
     arguments: Arguments
     batch_first: bool
     size: int
     whole: frozenset[str] = frozenset()
+    second: frozenset[str] = frozenset()
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -108,6 +111,8 @@ class Batch:
     def _dim(self, name: str, value: Any) -> Any:
         """Return the batch dimension of a part, None if it belongs to no sample, and `INSIDE` for another value."""
         if isinstance(value, Tensor) or is_array(value):
+            if name in self.second:
+                return 1 if self._has_second(value) else None
             return None if name in self.whole else self._dim_of_size(value)
         if is_list(value):
             return 0 if name not in self.whole and self._has_entries(value) else None
@@ -127,6 +132,10 @@ class Batch:
         shape = value.shape
         dims = [0] if self.batch_first or len(shape) == 1 else [1, 0]
         return next((dim for dim in dims if dim < len(shape) and shape[dim] == self.size), None)
+
+    def _has_second(self, value: Any) -> bool:
+        """Tell whether the second dimension of a tensor or array has size B."""
+        return value.shape[1:2] == (self.size,)
 
     def _has_entries(self, value: Sequence[Any]) -> bool:
         """Return whether a list has an entry for each sample, rather than tensors with the samples in each."""
@@ -200,6 +209,14 @@ class Batch:
             if square or positions or (part.dim == 0 and not self.batch_first):
                 found.append(part.name)
         return found
+
+    @property
+    def second_candidates(self) -> frozenset[str]:
+        """The names of tensors, other than the first, that may have the samples along the second dimension."""
+        if not self.batch_first:
+            return frozenset()
+        tensors = [part for part in self.parts if isinstance(part.value, Tensor)]
+        return frozenset(part.name for part in tensors[1:] if self._has_second(part.value))
 
     def samples(self, indices: Sequence[int]) -> Arguments:
         """Return the arguments for the samples ``indices``."""

@@ -775,7 +775,7 @@ class CallTracker:
                 self._nested = [weakref.ref(tensor) for tensor in frozen(module, buffers=False).tensors]
         if pattern is None:
             pattern = self.planner.plan(module, Batch(arguments, self.batch_first, size), (kind, state))
-        call = OuterCall(pattern, Batch(arguments, self.batch_first, size, pattern.whole), autocast)
+        call = OuterCall(pattern, Batch(arguments, self.batch_first, size, pattern.whole, pattern.second), autocast)
         self._capture.verifying = follows and new_size
         if self._capture.verifying and rehearse is not None:
             rehearse(self, call)

@@ -420,8 +420,8 @@ class DryRun:
             "as a loader of torch_geometric returns them? Pass nodes [graphs, nodes, ...] and the links within each "
             "graph, and flatten them inside the module."
             if links
-            else " A tensor has the samples in its second dimension, which is looked at only with batch_first=False: "
-            "transpose it to [batch, ...]."
+            else " Nor could it be run with the samples in the second dimension of a tensor: transpose it to "
+            "[batch, ...]."
             if batch.batch_first
             and any(dim is None and tensor.shape[1:2] == (batch.size,) for tensor, dim in batch.dims)
             else ""

@@ -168,6 +168,7 @@ class CallPattern:
     Attributes:
         module: The module that is called.
         whole: Names of parts of arguments that belong to no sample, although their batch dimension has size B.
+        second: Names of tensors in the arguments with the samples along the second dimension.
         plans: Plans of the calls of the layers in the module; empty if samples run one by one.
         output_axes: Batch axis of each output tensor.
         changes_buffers: Whether the module changes its buffers.
@@ -181,6 +182,7 @@ class CallPattern:
 
     module: nn.Module
     whole: frozenset[str]
+    second: frozenset[str]
     plans: list[Plans]
     output_axes: Axes
     changes_buffers: bool
@@ -304,6 +306,8 @@ class LayerPlanner:
         others, fixed = batch.other_candidates, batch.of_no_sample
         attempts = [fixed, *[fixed | {i} for i in others], *([fixed.union(others)] if others else [])]
         batches = [replace(batch, whole=whole) for whole in attempts]
+        if second := batches[-1].second_candidates:
+            batches += [replace(batch, whole=whole - second, second=second) for whole in (fixed, attempts[-1])]
         failure: UnsupportedGradientError | None = None
         for one in batches:
             try:
@@ -331,7 +335,7 @@ class LayerPlanner:
         """Return a pattern without plans for the layers inside, for samples that run one by one."""
         run = DryRun(module, batch, self._slots(), self._observed_by, self._seed, structure=False)
         changes = self.changes_buffers or run.changes_buffers
-        return CallPattern(module, batch.whole, [], run.axes(0)[1], changes, unowned=run.untold)
+        return CallPattern(module, batch.whole, batch.second, [], run.axes(0)[1], changes, unowned=run.untold)
 
     def _dry_runs(self, module: nn.Module, batch: Batch) -> CallPattern:
         """Return a pattern with plans from one dry run, or from several if the model skips layers at random."""
@@ -353,7 +357,8 @@ class LayerPlanner:
             if not missing or not run.draws:
                 break
         first = plans[0].of(module, 0)
-        return CallPattern(module, batch.whole, plans, first.outputs if first else (), changes, draws, unowned=untold)
+        outputs = first.outputs if first else ()
+        return CallPattern(module, batch.whole, batch.second, plans, outputs, changes, draws, unowned=untold)
 
     def _slots(self) -> set[Slot]:
         """Return the modules and attributes that hold trained parameters."""

@@ -59,8 +59,9 @@ def make_private(
             ``scaler``. The returned training owns this clipper, and an error here detaches it. The scale of a
             GradScaler stays constant, because a scale that adapts to overflows would reveal single samples: choose
             ``init_scale``. Samples that overflow count as zero.
-        optimizer: An optimizer of the model's parameters whose ``step`` needs no closure. ``private.step()`` calls its
-            ``step``, or a trainer after ``private.pre_step()``; any other call is an error.
+        optimizer: An optimizer of all trained parameters of the model, whose ``step`` needs no closure.
+            ``private.step()`` calls its ``step``, or a trainer after ``private.pre_step()``. Any other call is an
+            error.
         loader: A DataLoader with ``batch_size`` and ``shuffle``. Its data set, ``collate_fn`` and workers are kept. Its
             batch size is the expected size of a logical batch, for each process if there are several.
         privacy: A `PrivacyBudget` for the whole training, which decides the noise, or a `FixedNoise`.
@@ -155,13 +156,25 @@ def make_private(
             raise InvalidTypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         for one in optimizers_in(optimizer):
             _refuse_closure(one)
-        own = set(map(id, module.parameters()))
-        others = [tuple(p.shape) for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
-        if others:
-            raise InvalidValueError(
+        given = {id(p): p for one in optimizers_in(optimizer) for p in parameters_of(one) if p.requires_grad}
+        own = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        others = [tuple(p.shape) for p in given.values() if id(p) not in own]
+        lacking = [name for one, name in own.items() if one not in given]
+        refuse(
+            InvalidValueError,
+            (
+                others,
                 f"the optimizer has {len(others)} parameters, of shapes {others[:3]}, that are not the model's: their "
-                f"gradients would be neither clipped nor noised. Make one model that holds all trained parameters."
-            )
+                f"gradients would be neither clipped nor noised. Make one model that holds all trained parameters.",
+            ),
+            (
+                lacking,
+                f"the optimizer lacks {len(lacking)} of the model's {len(own)} trained parameters, such as "
+                f"{lacking[:3]}: they would never be trained, because private.step() steps this optimizer only. Make "
+                "one optimizer of all of them, with param groups for different learning rates, or freeze them first by "
+                "requires_grad_(False).",
+            ),
+        )
         refuse_running_statistics(module)
         if privacy.delta >= 1 / size:
             warnings.warn(

@@ -308,6 +308,16 @@ class Bounds:
         return not bool(((self.middle - self.middle.round()).abs() > self.rounding).any())
 
     @property
+    def are_of_two(self) -> bool:
+        """True if the known numbers are two different ones, as a number times a mask has."""
+        known = self.are_known
+        if not bool(known.any()):
+            return False
+        middle, near = self.middle[known], 2 * self.rounding[known]
+        least, most = middle - middle.min() <= near, middle.max() - middle <= near
+        return bool((least | most).all()) and not bool(least.all())
+
+    @property
     def holds_zero(self) -> bool:
         """True if all the numbers may be 0."""
         return not bool(((self.low > 0) | (self.high < 0)).any())

@@ -251,8 +251,9 @@ def data_choose_rows(nodes: Iterable[Node]) -> bool:
 def scalars(node: Node, depends: "Dependence") -> list[float]:
     """Return the scalars by which a node multiplies values of the samples; of an addition its ``alpha``."""
     name = operation(node)
-    if name in ADDITIONS:
-        return [float(saved_constant(node, "alpha"))]
+    if name in ADDITIONS:  # one that adds a number of torch's, such as an eps, saves no alpha and multiplies nothing
+        alpha = float(saved_constant(node, "alpha"))
+        return [] if math.isnan(alpha) else [alpha]
     if name not in SCALINGS or len(inputs := depends.inputs(node)) != 1:
         return []
     try:

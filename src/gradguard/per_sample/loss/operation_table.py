@@ -33,6 +33,7 @@ CopyBackwards | elementwise shown
 Div Mul | elementwise scaling broadcasts saves shown read
 Expand | elementwise broadcasts shown read
 MaskedFill | elementwise broadcasts saves shown
+NanToNum | elementwise shown
 Neg ToCopy | elementwise shown read
 Where | elementwise broadcasts saves adds shown
 ReshapeAlias UnsafeView View | reshapes sizes shown read

@@ -318,6 +318,8 @@ class SharedValues:
             place = kind, one.key, one.among if batch_size > 1 else ()
             if one.seen == "each":
                 self._of_each.add(place)
+                if self._of_each.issuperset((kind, one.key, (one.among[0], i)) for i in range(one.among[0])):
+                    self._of_each.add((kind, one.key, ()))  # as in `_owned`
                 continue
             is_own = place in self._owned or (one.seen == "one" and place in self._of_each)
             if is_own or any(map(one.is_of, self.declared)):
@@ -541,7 +543,7 @@ class LossConstants:
 
     def hidden(self) -> str:
         """Return the reason why the graph may hide a constant of the loss; "" if it hides none."""
-        for node in self._nodes:
+        for node, is_behind in self._nodes.items():
             if node.name() == "BackwardHookFunctionBackward":
                 return (
                     "a full backward hook of the outermost module, of the loss's module or of all modules "
@@ -551,6 +553,17 @@ class LossConstants:
                 )
             if operation(node) not in _SHOWING:
                 return f"its graph does not show all numbers that {node.name()} takes"
+            if operation(node) == "NanToNum" and not bool(saved(node, "self").isfinite().all()):
+                if self._outputs.batch_size > 1 and any(map(_adds_up, _until_outputs(Value(node), self._outputs))):
+                    return (
+                        "nan_to_num has replaced a value of several samples, so one sample took away the gradients of "
+                        "others. Apply it to each sample's loss, before the mean"
+                    )
+                if is_behind:
+                    return (
+                        "its graph does not show the numbers by which nan_to_num has replaced some values. Apply it to "
+                        "each sample's loss, or use torch.where(x.isfinite(), x, number)"
+                    )
         if self._are_changed():
             return (
                 "a value in it was changed in place where its graph does not record the change, as under "
@@ -792,8 +805,10 @@ class LossConstants:
             singles = [
                 one for one in given if not _is_of_parameter(one) and (one.dtype == torch.bool or is_tensor(one))
             ]
+            # A condition may take away all derivatives of its result.
+            chosen = depends.below(node)[0] if name == "Where" else whole
             for i, constant in enumerate(singles):
-                use(node, constant, look_at_all, i, "single", of_all=True)
+                use(node, constant, self._look(chosen, [1] * len(chosen.shape)), i, "single", of_all=True)
             for columns, sizes in _columns_of(node):
                 if 1 in [sizes[dim] for dim in (0, *places_of(whole.shape, size))]:
                     use(node, columns, self._look(whole, sizes), "columns", columns.dim())
@@ -1042,14 +1057,9 @@ def _are_normalized(result: Tensor, values: Tensor, dim: int) -> bool:
 
 def _is_reduced(value: Value, outputs: Outputs) -> bool:
     """Tell whether an operation below a value may add up samples: then a dimension of size B need not hold them."""
-    ends = outputs.values
-
-    def onward(place: Value) -> list[Value]:
-        return [] if place in ends or place.is_tap else outputs.depends.below(place.node)
-
-    for place in walk([value], onward):
+    for place in _until_outputs(value, outputs):
         name, below = place.operation, parents(place.node)
-        if place in ends or name not in _ADDING_UP or not below:
+        if not _adds_up(place) or not below:
             continue
         dims = dims_of(place.node) if name in operations("mean", "sum") else None
         shape = below[0].shape
@@ -1057,6 +1067,21 @@ def _is_reduced(value: Value, outputs: Outputs) -> bool:
         if places and (dims is None or not places.isdisjoint(dims)):
             return True
     return False
+
+
+def _until_outputs(value: Value, outputs: Outputs) -> Iterator[Value]:
+    """Yield the values that a value is computed from, with itself, without the module's outputs."""
+    ends = outputs.values
+
+    def onward(place: Value) -> list[Value]:
+        return [] if place in ends or place.is_tap else outputs.depends.below(place.node)
+
+    return (place for place in walk([value], onward) if place not in ends)
+
+
+def _adds_up(value: Value) -> bool:
+    """Tell whether an operation adds up values, of whichever samples."""
+    return value.operation in _ADDING_UP or saved_constant(value.node, "reduction") in {1, 2}
 
 
 def _places_of_rows(value: Value, outputs: Outputs) -> list[int]:
@@ -1073,7 +1098,8 @@ def _are_of_several(bounds: Bounds, dim: int) -> bool:
         if other != dim and alike.sizes[other] == 1:
             known, alike = known.any(other, keepdim=True), alike.alike([other])
     is_whole = (alike.middle - alike.middle.round()).abs() <= alike.rounding
-    return bool((known.sum(dim, keepdim=True) >= torch.where(is_whole, _MANY_SAMPLES, 2)).any())
+    by_chance = is_whole | alike.are_of_two  # labels, or a margin where the label is
+    return bool((known.sum(dim, keepdim=True) >= torch.where(by_chance, _MANY_SAMPLES, 2)).any())
 
 
 def _taken(value: Value, dim: int, size: int) -> list[tuple[str, float, tuple[Hashable, ...]]]:
