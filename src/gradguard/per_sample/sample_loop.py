@@ -305,7 +305,8 @@ class LoopedCall:
             f"{type(self.module).__name__} treats a sample alone in another way than in the batch of "
             f"{self.batch_size}: {difference}. {drawn if self.draws.drew_elsewhere else ''}Does the model mix samples "
             f"(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? {OWN_GENERATOR} Is "
-            f"the batch in another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was clipped."
+            f"the batch in another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was "
+            "clipped."
         )
 
     def compare(
