@@ -32,10 +32,10 @@ from gradguard.per_sample.call_arguments import (
 from gradguard.per_sample.contributions import Contribution, Contributions, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.measured_rounding import movements_of
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
 from gradguard.per_sample.refusals import OWN_GENERATOR, own_failure
 from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, UntoldDrawsError, substituted, undisturbed
-from gradguard.per_sample.rounding import movements_of
 from gradguard.state.frozen import Frozen
 from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import parameter_slots
