@@ -171,8 +171,8 @@ def _mixes(found: Comparison, size: int = 0, words: str = "") -> str:
     return (
         f"the per-sample gradient of {found.parameter}{where} is not the gradient of the sample alone (relative error "
         f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that depends on "
-        f"the batch)? {OWN_GENERATOR} Is the batch in another dimension (batch_first=False)?{words} "
-        "Nothing was clipped."
+        f"the batch)? {OWN_GENERATOR} Is the batch in another dimension (batch_first=False)?{words} Nothing "
+        "was clipped."
     )
 
 

@@ -32,11 +32,11 @@ from gradguard.per_sample.call_arguments import (
 from gradguard.per_sample.contributions import Contribution, Contributions, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.measured_rounding import movements_of
 from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
 from gradguard.per_sample.refusals import OWN_GENERATOR, own_failure, refuse_carried
 from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, UntoldDrawsError, substituted, undisturbed
-from gradguard.per_sample.rounding import movements_of
 from gradguard.state.frozen import Frozen
 from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import parameter_slots, saving_hooks
@@ -310,8 +310,8 @@ class LoopedCall:
             f"{type(self.module).__name__} treats a sample alone in another way than in the batch of "
             f"{self.batch_size}: {difference}. {drawn if self.draws.drew_elsewhere else ''}Does the model mix samples "
             f"(batch statistics, x - x.mean(0), routing or a capacity that depends on the batch)? {OWN_GENERATOR} Is "
-            f"the batch in another dimension (batch_first=False)?{self.call.batch.words_on_divided} "
-            "Nothing was clipped."
+            f"the batch in another dimension (batch_first=False)?{self.call.batch.words_on_divided} Nothing was "
+            "clipped."
         )
 
     def compare(

@@ -18,9 +18,9 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Gradients, Places, Skeleton, is_inexact, promoted_type
 from gradguard.per_sample.contributions import Materialized, wide
 from gradguard.per_sample.layers.call import Axes, BatchAxis
+from gradguard.per_sample.measured_rounding import movements_of
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
 from gradguard.per_sample.rerun import Quietly, substituted, undisturbed
-from gradguard.per_sample.rounding import movements_of
 from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import call_slot
 

@@ -12,7 +12,7 @@ because the rehearsal compares rows of outputs. Where a forward reads values, fo
 first eight mini-batches, then less and less often, down to one in a hundred.
 
 Rounding may open a ReLU in the batch that stays closed for the sample alone, and is large beside a difference of nearly
-equal numbers. A difference that is small, or that measured `rounding` explains, is therefore checked again: all samples
+equal numbers. A difference that is small, or that `measured_rounding` explains, is therefore checked again: all samples
 of the batch run once more in float64, with the clipper's hooks, and this comparison decides.
 
 There is no witness where a value from inside the module reaches the loss other than through its outputs, and where one
