@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-import math
 import functools
+import math
 
 import pytest
 import torch
