@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
@@ -1070,3 +1071,58 @@ def test_a_state_with_the_samples_second_is_divided_beside_inputs_with_the_sampl
                 for (name, _), gradient in zip(twin.named_parameters(), wanted, strict=True):
                     torch.testing.assert_close(found[name][i], gradient)
     clipper.detach()
+
+
+def test_a_reentrant_checkpoint_of_everything_needs_an_input_that_requires_a_gradient():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            return checkpoint(self.layers, x, use_reentrant=True)
+
+    twin = deepcopy(layers)
+    clipper = gg.PerSampleGradientClipper(Whole(), gg.FlatNormClipper(1e9), mode="exact")
+    for _ in range(3):
+        x = torch.randn(4, 3, dtype=torch.float64)
+        clipper.module(x.clone().requires_grad_()).square().mean().backward()
+        clipper.clip_and_accumulate()
+        found = clipper.per_sample_gradients()
+        clipper.pre_step()
+        clipper.module.zero_grad()
+        for i in range(4):
+            wanted = torch.autograd.grad(twin(x[i : i + 1]).square().mean(), [*twin.parameters()])
+            for (name, _), gradient in zip(twin.named_parameters(), wanted, strict=True):
+                torch.testing.assert_close(found[f"layers.{name}"][i], gradient)
+
+
+def test_the_refusals_of_returned_scales_and_of_another_number_of_calls_say_what_to_do():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return self.layer(x), self.scale.exp()
+
+    clipper = gg.PerSampleGradientClipper(Scales(), gg.FlatNormClipper(1.0))
+    out, scale = clipper.module(torch.randn(4, 3))
+    loss = (out / scale).square().mean()
+    with pytest.raises(UnsupportedGradientError, match=r"scale\.expand\(len\(x\), \*scale\.shape\)"):
+        loss.backward()
+    clipper.detach()
+    model = nn.Linear(3, 2)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    clipper.refuse_ambiguous_losses()
+    for calls in (2, 1):
+        sum(F.cross_entropy(model(torch.randn(4, 3)), torch.tensor([0, 1, 1, 0])) for _ in range(calls)).backward()
+        if calls == 2:
+            clipper.clip_and_accumulate()
+            clipper.pre_step()
+            continue
+        with pytest.raises(UnsupportedGradientError, match=r"adds up 1 rows .* and added up 2 .* as many calls"):
+            clipper.clip_and_accumulate()

@@ -228,8 +228,9 @@ class Batch:
                 return taken(value, indices)
             if not isinstance(value, Tensor):
                 return value if dim is None else value.take(list(indices), axis=dim)
-            value = value.detach()
-            return value.clone() if dim is None else value.index_select(dim, torch.tensor(indices, device=value.device))
+            own = value.detach()
+            own = own.clone() if dim is None else own.index_select(dim, torch.tensor(indices, device=value.device))
+            return _as_leaf(own, value)
 
         return mapped(take, self.arguments)
 
@@ -273,9 +274,16 @@ def promoted(arguments: Arguments, dtype: torch.dtype) -> Arguments:
 
     def promote(name: str, value: Any) -> Any:
         del name
-        return value.detach().to(promoted_type(value, dtype)) if isinstance(value, Tensor) else INSIDE
+        if not isinstance(value, Tensor):
+            return INSIDE
+        return _as_leaf(value.detach().to(promoted_type(value, dtype)), value)
 
     return mapped(promote, arguments)
+
+
+def _as_leaf(copied: Tensor, value: Tensor) -> Tensor:
+    """Let a copy require a gradient if ``value`` is a leaf that does: a reentrant checkpoint needs such an input."""
+    return copied.requires_grad_(value.requires_grad and value.is_leaf)
 
 
 def promoted_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

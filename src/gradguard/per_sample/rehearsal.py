@@ -446,7 +446,9 @@ class _RehearsedPair:
                 words[position] = (
                     f"{type(self._pattern.module).__name__} returns a tensor of shape {tuple(output.shape)} for "
                     f"{count} samples, in which no dimension belongs to samples alone, and the loss uses it: its "
-                    "gradient belongs to no single sample. Leave it out of the loss."
+                    "gradient belongs to no single sample. If it is the same for each sample, such as learned scales, "
+                    "return it with one row for each, as scale.expand(len(x), *scale.shape); else leave it out of the "
+                    "loss."
                 )
             elif (refusal := self._number(position)) is not None:
                 words[position] = refusal

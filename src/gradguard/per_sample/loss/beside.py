@@ -393,16 +393,20 @@ class AffineChains:
 
     def __init__(self, known: Mapping[Value, Tensor], depends: Dependence) -> None:
         self.known, self._depends = known, depends
+        self._below: dict[Value, list[Node]] = {}
 
     def below(self, value: Value) -> list[Node]:
         """Return the affine operations between a value and the nearest known values below it."""
+        if value in self._below:
+            return self._below[value]
 
         def ends(place: Value) -> bool:
             moves = place.operation in _TAKEN or is_affine(place.node, self._depends)
             return (place in self.known and place != value) or not moves
 
         places = walk([value], lambda place: () if ends(place) else self._depends.below(place.node))
-        return [place.node for place in places if not ends(place)]
+        self._below[value] = [place.node for place in places if not ends(place)]
+        return self._below[value]
 
     def nearest(self, value: Value) -> list[Value]:
         """Return the nearest values below a value, known or not, of which the value is an affine function."""

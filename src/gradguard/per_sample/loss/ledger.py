@@ -261,8 +261,9 @@ class Ledger:
             return _changed(old.kept, new.kept)
         for returned, shape in new.shapes.items():
             before = [one for other, one in old.shapes.items() if self.strict or other == returned]
-            if not old.owned and not all(_same(shape, one, close) for one in before):
-                return PADDED
+            other = next((one for one in before if not _same(shape, one, close)), None)
+            if not old.owned and other is not None:
+                return _other_rows(other, shape, close)
         return Entry(kept, {**old.shapes, **new.shapes}, old.owned or new.owned, old.read or new.read)
 
 
@@ -290,7 +291,18 @@ def _shown(values: Values) -> str:
     return ", ".join(f"{value:.6g}" for value in values)
 
 
-PADDED = (
+def _other_rows(old: Values, new: Values, close: float) -> str:
+    """Return the objection to another number of a sample's rows, or to other numbers by which they are multiplied."""
+    if not _same(old[:-1], new[:-1], close):
+        return _PADDED
+    return (
+        f"the loss adds up {new[-1]:g} rows of each sample, and added up {old[-1]:g} in an earlier batch. If the batch "
+        "decides how many, as by padding up to the longest sample, every sample's part depends on that sample: pad to "
+        "one length, or mask the padding. If it is the number of calls of the module, use as many calls in each loss"
+    )
+
+
+_PADDED = (
     "the mean counts padding up to a length that changes from batch to batch, so every sample's part depends on the "
     "longest sample. Average over each sample's own rows, (loss * mask).sum(1) / mask.sum(1), or pad to one length. If "
     "nothing is padded, a number in the loss has changed: if it is yours and not computed from samples, write "

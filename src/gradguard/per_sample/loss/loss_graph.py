@@ -8,7 +8,6 @@ operations that use the value are *above* it, up to the loss. *The user's* numbe
 depend on the module's outputs.
 """
 
-import functools
 import hashlib
 import math
 import re
@@ -308,14 +307,19 @@ def is_tap(node: Node) -> bool:
 
 def operation(node: Node) -> str:
     """Return the operation of a node, ``"Mul"`` for ``MulBackward0``; for a custom function the node's whole name."""
-    name = node.name()
-    return name if hasattr(type(node), "saved_tensors") else _without_backward(name)
+    kind = type(node)
+    found = _NAMES.get(kind)
+    if found is None:
+        name = node.name()
+        match = None if hasattr(kind, "saved_tensors") else _OPERATION.fullmatch(name)
+        found = match[1] if match else name
+        if kind.__module__ == "builtins" and kind.__name__ != "CppFunction":  # the class of a single operation
+            _NAMES[kind] = found
+    return found
 
 
-@functools.cache
-def _without_backward(name: str) -> str:
-    match = _OPERATION.fullmatch(name)
-    return match[1] if match else name
+_NAMES: dict[type, str] = {}
+"""The operation of each class of nodes that torch has for one operation only."""
 
 
 def saved(node: Node, name: str) -> Any:
@@ -430,6 +434,8 @@ def fold(
     Returns:
         The result for ``start``.
     """
+    if start in known:
+        return known[start]
     pending = [start]
     while pending:
         top = pending[-1]
@@ -455,9 +461,13 @@ class Dependence:
         self._batch_size, self._is_end = batch_size, is_end
         self._known: dict[Node, bool] = {}
         self._trained: dict[Node, bool] = {}
+        self._inputs: dict[Node, list[int]] = {}
+        self._below: dict[Node, list[Value]] = {}
 
     def __call__(self, node: Node) -> bool:
         """Tell whether an operation's results depend on the samples."""
+        if node in self._known:
+            return self._known[node]
         return fold(node, _nodes_below, lambda top, found: self._is_end(top) or any(found), self._known)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -496,11 +506,16 @@ class Dependence:
 
     def below(self, node: Node) -> list[Value]:
         """Return the inputs of a node that depend on the samples."""
-        return [value for value in parents(node) if self(value.node)]
+        if node not in self._below:
+            self._below[node] = [value for value in parents(node) if self(value.node)]
+        return self._below[node]
 
     def inputs(self, node: Node) -> list[int]:
         """Return the positions of the inputs of a node that depend on the samples."""
-        return [k for k, (child, _) in enumerate(node.next_functions) if child is not None and self(child)]
+        if node not in self._inputs:
+            edges = enumerate(node.next_functions)
+            self._inputs[node] = [k for k, (child, _) in edges if child is not None and self(child)]
+        return self._inputs[node]
 
 
 def _nodes_below(node: Node) -> list[Node]:
