@@ -326,7 +326,12 @@ class StoresInAHiddenModule(StoresOnce):
         return self.hidden[0].number
 
 
-STORES = [StoresOnce, StoresTheData, StoresANumber, StoresInPlace, StoresInAHiddenModule]
+class StoresAndDraws(StoresOnce):
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.1)
+
+
+STORES = [StoresOnce, StoresTheData, StoresANumber, StoresInPlace, StoresInAHiddenModule, StoresAndDraws]
 
 
 @pytest.mark.parametrize("by_values", [False, True])

@@ -304,6 +304,10 @@ KEEPS = (
 """The end of a refusal of state that a forward carries from call to call."""
 
 
+class CarriedValuesError(UnsupportedGradientError):
+    """Raised if a module uses what an earlier call has made of its samples. To run it again would prove nothing."""
+
+
 def refuse_carried(module: nn.Module, returns_carried: bool, stored: Mapping[str, int] | None = None) -> None:
     """Refuse a module whose forward uses what an earlier one made of its samples.
 
@@ -313,13 +317,13 @@ def refuse_carried(module: nn.Module, returns_carried: bool, stored: Mapping[str
         stored: The functions that the forward called on values of its samples, and did not call when it ran again.
 
     Raises:
-        UnsupportedGradientError: If it does.
+        CarriedValuesError: If it does.
     """
     name = type(module).__name__
     if returns_carried:
-        raise UnsupportedGradientError(f"{name} uses what an earlier call has made of its samples: {KEEPS}")
+        raise CarriedValuesError(f"{name} uses what an earlier call has made of its samples: {KEEPS}")
     if stored:
-        raise UnsupportedGradientError(
+        raise CarriedValuesError(
             f"{name} called {', '.join(stored)} on values of its samples, and did not when it ran again with the same "
             f"samples: {KEEPS}"
         )

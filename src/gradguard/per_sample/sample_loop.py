@@ -35,7 +35,7 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.measured_rounding import movements_of
 from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, not_adding_up
-from gradguard.per_sample.refusals import OWN_GENERATOR, own_failure, refuse_carried
+from gradguard.per_sample.refusals import OWN_GENERATOR, CarriedValuesError, own_failure, refuse_carried
 from gradguard.per_sample.rerun import LAYOUTS, Draws, Quietly, UntoldDrawsError, substituted, undisturbed
 from gradguard.state.frozen import Frozen
 from gradguard.tensors.norms import total_norm
@@ -281,6 +281,8 @@ class LoopedCall:
                         outputs = self._outputs(args, kwargs)
                     if self._compares:
                         self.compare(outputs, samples, moved or {})
+                except CarriedValuesError:
+                    raise
                 except UnsupportedGradientError as error:
                     failure = failure or error
                     continue
