@@ -257,7 +257,7 @@ def other_collectives(folder):
     return {
         "clip": lambda: gg.get_total_norm([partial.grad]),
         "gather the weights": lambda: gg.resilience.write_evidence(folder / "spike", batches, culprit, spread),
-        "add up the clipped gradients": clip_samples_of(replicated, x),
+        "take a step of per-sample clipping": clip_samples_of(replicated, x),
         "compare gradients": lambda: gg.save_gradients(None, model, lambda: model(x).sum()),
         "audit a norm": lambda: gg.audit_norm(model, lambda: 1.0),
         "share bad samples": lambda: bad.add([1], gather=True),
