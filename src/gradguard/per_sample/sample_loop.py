@@ -265,6 +265,7 @@ class LoopedCall:
             The outputs, and the leaves by name.
 
         Raises:
+            CarriedValuesError: If the samples use what an earlier call has made of its samples.
             UntoldDrawsError: If the samples' share of the random numbers cannot be determined.
             UnsupportedGradientError: If the outputs differ from those in the batch.
         """

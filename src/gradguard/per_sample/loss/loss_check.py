@@ -274,7 +274,7 @@ class LossCheck:
         try:
             some = joined if self._verifying else losses[watched]
             if self._verifying or (due and operations):
-                is_scaled = outputs.is_scaled(Value.of(some), torch.ones_like(some))
+                is_scaled = outputs.is_scaled(Value.of(some), torch.ones_like(some), self.keep is not None)
                 separate = is_scaled and outputs.are_separate(
                     Value.of(some), everyone if self._verifying else everyone[watched]
                 )
@@ -437,7 +437,8 @@ class LossCheck:
         if outputs is not None and (self._verifying or is_due):
             is_linear = True
             with contextlib.suppress(Unreadable):  # a loss that cannot be read is refused below
-                is_linear = all(outputs.is_scaled(root.value, root.gradient) for root in roots)
+                nearest = self.keep is not None
+                is_linear = all(outputs.is_scaled(root.value, root.gradient, nearest) for root in roots)
             if not is_linear:
                 self._times[make.kind] -= 1
                 self._seen = _SeenLoss(make, LossParts("unknown", _NOT_LINEAR))

@@ -174,7 +174,7 @@ class Outputs:
                 return False
         return True
 
-    def is_scaled(self, value: Value, cotangent: Tensor) -> bool:
+    def is_scaled(self, value: Value, cotangent: Tensor, nearest: bool = False) -> bool:
         """Tell whether a backward passes on a power of two that multiplies its incoming gradient.
 
         A linear backward does, to the last bit. One that clamps, normalizes, or adds an eps to a norm does not.
@@ -182,6 +182,8 @@ class Outputs:
         Args:
             value: The value from which the backward runs.
             cotangent: The gradient of the value.
+            nearest: Whether to look at no output that lies behind another one, so that the backward passes through no
+                call of the module. In a sharded model such a call communicates.
 
         Returns:
             The answer; True where overflow leaves nothing to compare.
@@ -192,22 +194,26 @@ class Outputs:
         narrow = not self._kinds_behind(value).isdisjoint(_NARROW)
         limits = torch.finfo(torch.float16 if narrow else torch.float32)
         least = limits.smallest_normal * (limits.eps if narrow else 1.0)
-        once = self._scaled(value, cotangent, 1.0)
+        ends = _reached(value, self._outputs)
+        if nearest and len(ends) > 1:
+            behind = {node for end in ends for node in nodes_below(end.node, ()) if node is not end.node}
+            ends = [end for end in ends if end.node not in behind]
+        once = self._scaled(value, cotangent, 1.0, ends)
         for power in (2.0**4,) if narrow else (2.0**60, 2.0**-30):  # beyond the factors of a batch or a GradScaler
-            multiplied = self._scaled(value, cotangent, power)
+            multiplied = self._scaled(value, cotangent, power, ends)
             if _are_scaled(once, once, multiplied, power, least):
                 continue
-            if not _are_scaled(once, self._scaled(value, cotangent, 1.0), multiplied, power, least):
+            if not _are_scaled(once, self._scaled(value, cotangent, 1.0, ends), multiplied, power, least):
                 return False
         return True
 
-    def _scaled(self, value: Value, cotangent: Tensor, power: float) -> dict[Value, Tensor]:
-        """Return the gradients of the outputs for ``power`` times a cotangent.
+    def _scaled(self, value: Value, cotangent: Tensor, power: float, ends: Sequence[Value]) -> dict[Value, Tensor]:
+        """Return the gradients of some outputs for ``power`` times a cotangent.
 
         A run with the opposite sign follows, so that the sums of `retain_grad` end as they were.
         """
-        pulled = self._pull(value, cotangent * power)
-        self._pull(value, cotangent * -power)
+        pulled = self._pull(value, cotangent * power, ends=ends)
+        self._pull(value, cotangent * -power, ends=ends)
         return pulled
 
     def samples_of(self, value: Value) -> Tensor:
@@ -304,9 +310,11 @@ class Outputs:
         ]
         return torch.stack(reached).any(0).nonzero().flatten().tolist() if reached else []
 
-    def _pull(self, value: Value, cotangent: Tensor, create_graph: bool = False) -> dict[Value, Tensor]:
-        """Return the gradients of the outputs for a cotangent of the value, without those behind other outputs."""
-        reached = _reached(value, self._outputs)
+    def _pull(
+        self, value: Value, cotangent: Tensor, create_graph: bool = False, ends: Sequence[Value] | None = None
+    ) -> dict[Value, Tensor]:
+        """Return the gradients of the outputs, or of ``ends``, for a cotangent of the value."""
+        reached = _reached(value, self._outputs) if ends is None else ends
         if not reached:
             return {}
         given = [output.given for output in self._outputs.values() if output.given.retains_grad]
