@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from operator import is_
 from types import FunctionType, ModuleType
@@ -116,14 +117,14 @@ class Frozen:
 
 
 def _generators_in(held: Sequence[Any]) -> Iterator[torch.Generator]:
-    """Yield the generators among objects and among the attributes of these."""
+    """Yield the generators among objects and among the attributes of these, without calling methods of theirs."""
     for one in held:
-        if isinstance(one, torch.Generator):
+        if issubclass(type(one), torch.Generator):
             yield one
-        elif not isinstance(one, _WITHOUT_GENERATORS):
-            yield from [
-                inside for inside in getattr(one, "__dict__", {}).values() if isinstance(inside, torch.Generator)
-            ]
+        elif not issubclass(type(one), (*_WITHOUT_GENERATORS, *_BASES)):
+            with suppress(AttributeError):
+                attributes = object.__getattribute__(one, "__dict__")
+                yield from [inside for inside in attributes.values() if issubclass(type(inside), torch.Generator)]
 
 
 _WITHOUT_GENERATORS = (nn.Module, Tensor, str, int, float, type, FunctionType, ModuleType)
